@@ -1,0 +1,23 @@
+"""Block hashes: what a page's content is called.
+
+A block is the tokens of one full page. Its hash covers its own tokens and, through its parent's hash, all before
+them, so equal hashes mean equal prefixes. The seed holds the model and a salt (adapter, tenant), so that pages are
+never shared across them.
+"""
+
+import hashlib
+import struct
+
+from kvferry_proto.ints import Int32s
+
+
+def block_hashes(tokens: Int32s, page_size: int, model: str, salt: str = "") -> list[int]:
+    """Return a 64-bit hash for each full page of `tokens`."""
+    parent = hashlib.blake2b(f"{model}\0{salt}".encode(), digest_size=8).digest()
+    data = memoryview(tokens.to_frame())
+    step = 4 * page_size
+    hashes = []
+    for start in range(0, len(data) - step + 1, step):
+        parent = hashlib.blake2b(data[start : start + step], key=parent, digest_size=8).digest()
+        hashes.append(struct.unpack("<q", parent)[0])
+    return hashes

@@ -1,0 +1,29 @@
+"""Base of every message, and the names that messages share."""
+
+from typing import Annotated
+
+import msgspec
+
+from kvferry_proto.errors import RequestError
+
+RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+"""Drawn by the router, one per attempt; what clients call their requests never leaves the router."""
+
+
+class Message(msgspec.Struct, kw_only=True, tag_field="type"):
+    """A wire message. Its type travels in the field `type`."""
+
+
+class Refused(Message):
+    """Any node -> sender: what you sent could not be read or taken. Nothing was done."""
+
+    reason: str
+    """One word: size, json, type, stale, unexpected, overloaded."""
+    detail: str
+
+
+class RequestFailed(Message):
+    """The request (this attempt of it) is over, and why. Its sender holds nothing for it any more."""
+
+    request_id: RequestId
+    error: RequestError

@@ -42,7 +42,11 @@ class WireError(ValueError):
 
 
 def encode(sender: NodeRef, body: msgspec.Struct, to: int = 0) -> list[bytes]:
-    """Return the parts to send. Raises WireError if the message is larger than a receiver would take."""
+    """Return the parts to send.
+
+    Raises WireError: reason "size" if the message is larger than a receiver would take, "json" for text that is no
+    Unicode or a number beyond 64 bits.
+    """
     frames: list[bytes] = []
 
     def reference(value: object) -> list[int]:
@@ -52,7 +56,11 @@ def encode(sender: NodeRef, body: msgspec.Struct, to: int = 0) -> list[bytes]:
         frames.append(value.to_frame())
         return [len(frames) - 1, len(value)]
 
-    header = orjson.dumps(msgspec.to_builtins(Envelope(sender=sender, to=to, body=body), enc_hook=reference))
+    content = msgspec.to_builtins(Envelope(sender=sender, to=to, body=body), enc_hook=reference)
+    try:
+        header = orjson.dumps(content)
+    except orjson.JSONEncodeError as error:
+        raise WireError("json", f"a {type(body).__name__} cannot be written as JSON: {error}") from None
     parts = [header, *frames]
     _check_sizes(parts)
     return parts
@@ -95,7 +103,8 @@ def decode(parts: list[bytes], kind: Any) -> Envelope[Any]:  # noqa: ANN401  # a
 
 def _reference(value: object) -> tuple[int, int]:
     match value:
-        case [int(index), int(length)] if not isinstance(index, bool) and index >= 0 and length >= 0:
+        # JSON's true is an int to Python, and no number to us.
+        case [int(index), int(length)] if bool not in (type(index), type(length)) and index >= 0 and length >= 0:
             return index, length
     msg = "expected [frame number, length] in place of an integer array"
     raise ValueError(msg)

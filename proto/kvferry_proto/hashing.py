@@ -12,8 +12,12 @@ from kvferry_proto.ints import Int32s
 
 
 def block_hashes(tokens: Int32s, page_size: int, model: str, salt: str = "") -> list[int]:
-    """Return a 64-bit hash for each full page of `tokens`."""
-    parent = hashlib.blake2b(f"{model}\0{salt}".encode(), digest_size=8).digest()
+    """Return a signed 64-bit hash for each full page of `tokens`. Raises ValueError for a page size below 1."""
+    if page_size < 1:
+        msg = f"the page size must be at least 1, got {page_size}"
+        raise ValueError(msg)
+    # The length keeps a model and salt apart from another pair whose concatenation is the same.
+    parent = hashlib.blake2b(f"{len(model)}:{model}{salt}".encode(), digest_size=8).digest()
     data = memoryview(tokens.to_frame())
     step = 4 * page_size
     hashes = []

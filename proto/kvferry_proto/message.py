@@ -18,8 +18,10 @@ class Refused(Message):
     """Any node -> sender: what you sent could not be read or taken. Nothing was done."""
 
     reason: str
-    """One word: size, json, type, stale, unexpected, overloaded."""
+    """One word: size, json, type, stale, unexpected, internal, or an ErrorCode."""
     detail: str
+    about: str = ""
+    """The request (its request_id, or a client's id) that the refused message was about, where that could be read."""
 
 
 class RequestFailed(Message):

@@ -41,6 +41,8 @@ class Peer(msgspec.Struct, frozen=True, kw_only=True):
     ref: NodeRef
     endpoint: str
     """ZeroMQ endpoint of its ROUTER socket."""
+    layout: KVLayout | None = None
+    """How it lays out its KV cache: a decoder computes from its prefiller's how many writes to expect."""
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,4 +82,4 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def peer(self) -> Peer:
         """How to reach the node."""
-        return Peer(ref=self.ref, endpoint=self.endpoint)
+        return Peer(ref=self.ref, endpoint=self.endpoint, layout=self.layout)

@@ -1,5 +1,7 @@
 """Messages that a decoder receives: from routers, and from prefillers."""
 
+import msgspec
+
 from kvferry_proto.errors import RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Message, Refused, RequestId
@@ -40,7 +42,7 @@ class PrefillReport(Message):
     slot: int
     generation: int
     timeline: PrefillTimeline
-    checksums: Int32s = Int32s()
+    checksums: Int32s = msgspec.field(default_factory=Int32s)
     """xxh32 of every page at its source, [layer][page] in page-table order; empty unless asked for."""
 
 

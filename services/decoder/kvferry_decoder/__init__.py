@@ -1,0 +1,1 @@
+"""The decoder: page reservations, KV arrival, continuous batching, sampling."""

@@ -1,0 +1,1 @@
+"""The prefiller: batch scheduler, chunk schedules, KV leaving layer by layer."""

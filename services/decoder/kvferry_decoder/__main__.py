@@ -1,0 +1,5 @@
+"""`python -m kvferry_decoder`."""
+
+from kvferry_decoder.cli import command
+
+command()

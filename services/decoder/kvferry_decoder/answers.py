@@ -1,0 +1,93 @@
+"""What a decoder tells routers: one message per router and step, however many requests ran in it."""
+
+from collections import defaultdict
+from typing import NamedTuple
+
+from kvferry_node.channels import Origin
+from kvferry_node.errors import ChannelError
+from kvferry_node.logs import get_logger
+from kvferry_proto.errors import RequestError
+from kvferry_proto.ints import Int32s
+from kvferry_proto.message import Message, RequestFailed
+from kvferry_proto.timeline import now
+from kvferry_proto.to_router import Accepted, Cancelled, Finished, TokenLogprobs, TokenRun, Tokens
+from kvferry_proto.usage import FinishReason, Usage
+
+from kvferry_decoder.request import Request
+
+
+class DrawnToken(NamedTuple):
+    """A token drawn for a request in this step, and why the request ends with it, if it does."""
+
+    request: Request
+    token: int
+    logprobs: TokenLogprobs | None
+    finish: FinishReason | None
+
+
+class Answers:
+    """Sends to routers. A router that can't be reached is remembered: `unreachable` names it once."""
+
+    def __init__(self) -> None:
+        self._lost: list[bytes] = []
+
+    def accepted(self, request: Request) -> None:
+        """Tell that pages are reserved; once, though a preempted request is admitted again."""
+        if not request.accepted:
+            request.accepted = True
+            self._send(request.origin, Accepted(request_id=request.id))
+
+    def failed(self, request: Request, error: RequestError) -> None:
+        """Tell that a request is over, and why."""
+        self._send(request.origin, RequestFailed(request_id=request.id, error=error))
+
+    def cancelled(self, request: Request) -> None:
+        """Confirm a cancel."""
+        self._send(request.origin, Cancelled(request_id=request.id))
+
+    def step(self, drawn: list[DrawnToken]) -> None:
+        """Tell what a step drew; the requests that ended with it are told so after their last token."""
+        by_router: dict[bytes, list[DrawnToken]] = defaultdict(list)
+        for entry in drawn:
+            by_router[entry.request.origin.key].append(entry)
+        for entries in by_router.values():
+            origin = entries[0].request.origin
+            self._send(origin, _tokens(entries))
+            for entry in entries:
+                if entry.finish is not None:
+                    self._send(origin, _finished(entry.request, entry.finish))
+
+    def unreachable(self) -> list[bytes]:
+        """Return, and forget, the connections to routers that something could not be sent to."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def _send(self, origin: Origin, message: Message) -> None:
+        try:
+            origin.reply(message)
+        except ChannelError as error:
+            get_logger().warning("router unreachable", router=str(origin.sender), error=str(error))
+            self._lost.append(origin.key)
+
+
+def _tokens(entries: list[DrawnToken]) -> Tokens:
+    return Tokens(
+        runs=[
+            TokenRun(entry.request.id, 1, [entry.logprobs] if entry.logprobs is not None else []) for entry in entries
+        ],
+        token_ids=Int32s(entry.token for entry in entries),
+    )
+
+
+def _finished(request: Request, reason: FinishReason) -> Finished:
+    request.timeline.finished = now()
+    return Finished(
+        request_id=request.id,
+        finish_reason=reason,
+        usage=Usage(
+            prompt_tokens=request.prompt_length - request.answered,
+            completion_tokens=request.answered + request.generated,
+        ),
+        decoder=request.timeline,
+        prefiller=request.prefill_timeline,
+    )

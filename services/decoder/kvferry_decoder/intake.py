@@ -1,0 +1,239 @@
+"""KV from prefillers: asks for it, follows it, checks it, and calls it off.
+
+Joins three parts: the scheduler's receiving requests, the receiver's transfers, and the messages to and from
+prefillers. A request leaves through `on_ready` or `on_failure`; its transfer may live on in quarantine.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvferry_engine.worker import Worker
+from kvferry_fabric import Event, EventKind
+from kvferry_node.channels import Origin, Post
+from kvferry_node.errors import ChannelError
+from kvferry_node.logs import get_logger
+from kvferry_proto.errors import ErrorCode, Phase, RequestError
+from kvferry_proto.ints import Int32s
+from kvferry_proto.message import Refused
+from kvferry_proto.nodes import NodeRef, Peer
+from kvferry_proto.shards import plan
+from kvferry_proto.timeline import now
+from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
+from kvferry_proto.to_prefiller import CancelPrefill, Prefill
+
+from kvferry_decoder.receiver import Receiver, Transfer, TransferState
+from kvferry_decoder.request import Request
+
+# A prefiller that joined a moment ago may not be in this node's view of the cluster yet.
+_VIEW_LAG_NS = 2_000_000_000
+
+
+@dataclass(eq=False)
+class Incoming:
+    """A receiving request and its transfer."""
+
+    request: Request
+    transfer: Transfer
+    deadline: int
+    """Monotonic ns."""
+    arrived: bool = False
+    checksums: Int32s | None = None
+
+
+class Intake:
+    """Owns what is on its way. All in the event loop's thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        receiver: Receiver,
+        post: Post,
+        *,
+        transfer_seconds: float,
+        retry_seconds: float,
+        on_ready: Callable[[Incoming], None],
+        on_failure: Callable[[Request, RequestError], None],
+        surrender: Callable[[Request], list[int]],
+    ) -> None:
+        self._worker = worker
+        self._receiver = receiver
+        self._post = post
+        self._deadline_ns = int(transfer_seconds * 1e9)
+        self._retry_ns = int(retry_seconds * 1e9)
+        self._on_ready = on_ready
+        self._on_failure = on_failure
+        self._surrender = surrender
+        self._incoming: dict[str, Incoming] = {}
+        self._log = get_logger()
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    # --- begin -----------------------------------------------------------------------------------------------
+
+    def begin(self, request: Request) -> None:
+        """Arm a slot for a request whose pages are reserved, then ask its prefiller."""
+        peer = request.prefiller
+        assert peer is not None
+        try:
+            arrivals = self._arrivals(request, peer)
+        except ValueError as error:
+            self._on_failure(request, self._error(ErrorCode.LAYOUT_MISMATCH, str(error), Phase.ASSIGN, peer))
+            return
+        transfer = self._receiver.expect(request.id, peer, arrivals)
+        self._incoming[request.id] = Incoming(request, transfer, now() + self._deadline_ns)
+        try:
+            self._post.to(peer).send(self._prefill(request, transfer))
+        except (ChannelError, ValueError) as error:
+            # Nothing left this node, so nothing can be written: no quarantine.
+            self.fail(request, self._error(ErrorCode.NODE_LOST, str(error), Phase.PREFILL, peer), told=False)
+
+    def _arrivals(self, request: Request, peer: Peer) -> int:
+        if peer.layout is None:
+            msg = f"prefiller {peer.ref} does not say how its KV cache is laid out"
+            raise ValueError(msg)
+        layout = self._worker.layout
+        pages = layout.pages_for(len(request.tokens) - 1)
+        return pages * layout.layers * len(plan(peer.layout, layout))
+
+    def _prefill(self, request: Request, transfer: Transfer) -> Prefill:
+        layout = self._worker.layout
+        wanted = request.tokens[:-1]
+        return Prefill(
+            request_id=request.id,
+            tokens=Int32s(wanted),
+            pages=Int32s(request.pages[: layout.pages_for(len(wanted))]),
+            slot=transfer.slot.number,
+            generation=transfer.slot.generation,
+            layout=layout,
+            memory=[transfer.key.region.descriptor],
+            checksums=self._worker.settings.verify_kv,
+        )
+
+    # --- what the fabric and prefillers say ------------------------------------------------------------------
+
+    def on_event(self, event: Event) -> None:
+        """Take an event of a slot."""
+        transfer = self._receiver.find(event.slot, event.generation)
+        if event.kind is EventKind.OVERRUN:
+            self._log.error("more pages arrived than were expected", slot=event.slot, pages=event.pages)
+        if event.kind is not EventKind.ARRIVED or transfer is None or transfer.state is not TransferState.EXPECTING:
+            return
+        self._receiver.arrived(transfer)
+        incoming = self._incoming[transfer.request_id]
+        timeline = incoming.request.timeline
+        timeline.first_page, timeline.last_page = event.first_arrival_ns, event.last_arrival_ns
+        incoming.arrived = True
+        self._finish_if_complete(incoming)
+
+    def on_report(self, origin: Origin, report: PrefillReport) -> None:
+        """The prefiller is through. Only with checksums does anything wait for this."""
+        transfer = self._transfer_of(origin, report.slot, report.generation, report.request_id)
+        if transfer is not None:
+            self._receiver.confirm(transfer)
+        incoming = self._incoming.get(report.request_id)
+        if incoming is not None and incoming.transfer.peer.ref == origin.sender:
+            incoming.request.prefill_timeline = report.timeline
+            incoming.checksums = report.checksums
+            self._finish_if_complete(incoming)
+
+    def on_confirmed(self, origin: Origin, message: CancelConfirmed) -> None:
+        """Nothing of a cancelled transfer is in flight: its pages and slot are free again."""
+        transfer = self._transfer_of(origin, message.slot, message.generation, message.request_id)
+        if transfer is not None:
+            self._receiver.confirm(transfer)
+
+    def on_failed(self, origin: Origin, message: PrefillFailed) -> None:
+        """The prefiller gave up, and nothing of it is in flight."""
+        transfer = self._transfer_of(origin, message.slot, message.generation, message.request_id)
+        if transfer is None:
+            return
+        incoming = self._incoming.get(message.request_id)
+        if transfer.state is TransferState.EXPECTING and incoming is not None:
+            self.fail(incoming.request, message.error, told=False)
+        else:
+            self._receiver.confirm(transfer)
+
+    def on_refused(self, origin: Origin, message: Refused) -> None:
+        """The prefiller could not take a message: it has restarted since, or failed on it. It did nothing."""
+        incoming = self._incoming.get(message.about)
+        if incoming is not None and origin.peer is not None and incoming.transfer.peer.ref == origin.peer.ref:
+            code = ErrorCode.STALE_INCARNATION if message.reason == "stale" else ErrorCode.PROTOCOL
+            text = f"the prefiller refused the request: {message.reason}: {message.detail}"
+            self.fail(
+                incoming.request, self._error(code, text, Phase.PREFILL, origin.peer), told=message.reason != "stale"
+            )
+        self._log.warning("refused by a prefiller", reason=message.reason, detail=message.detail, request=message.about)
+
+    def _transfer_of(self, origin: Origin, slot: int, generation: int, request_id: str) -> Transfer | None:
+        transfer = self._receiver.find(slot, generation)
+        if transfer is None or transfer.peer.ref != origin.sender or transfer.request_id != request_id:
+            return None
+        return transfer
+
+    def _finish_if_complete(self, incoming: Incoming) -> None:
+        if incoming.arrived and (incoming.checksums is not None or not self._worker.settings.verify_kv):
+            del self._incoming[incoming.request.id]
+            self._on_ready(incoming)
+
+    # --- ends ------------------------------------------------------------------------------------------------
+
+    def call_off(self, request: Request, *, told: bool = True) -> None:
+        """Let go of a receiving request's transfer, before the request ends.
+
+        `told`: the prefiller has heard of it, so pages and slot go into quarantine and it is asked to confirm.
+        """
+        incoming = self._incoming.pop(request.id, None)
+        if incoming is None or incoming.transfer.state is not TransferState.EXPECTING:
+            return
+        transfer = incoming.transfer
+        self._receiver.abandon(transfer, self._surrender(request))
+        if told:
+            self._ask_to_cancel(transfer)
+        else:
+            self._receiver.confirm(transfer)
+
+    def fail(self, request: Request, error: RequestError, *, told: bool = True) -> None:
+        """Call a transfer off and fail its request."""
+        self.call_off(request, told=told)
+        self._on_failure(request, error)
+
+    def prefiller_lost(self, ref: NodeRef) -> None:
+        """Nobody will confirm: fail what waits for this prefiller, and take its keys to our memory away."""
+        for incoming in [entry for entry in self._incoming.values() if entry.transfer.peer.ref == ref]:
+            if not incoming.arrived or incoming.checksums is None:
+                text = f"prefiller {ref} was lost while it sent the prompt's KV"
+                error = self._error(ErrorCode.NODE_LOST, text, Phase.TRANSFER, incoming.transfer.peer)
+                self.fail(incoming.request, error)
+        lost = [transfer for transfer in self._receiver.transfers if transfer.peer.ref == ref]
+        if lost:
+            self._receiver.revoke(lost)
+        self._post.forget(ref)
+
+    def sweep(self, alive: Callable[[NodeRef], bool]) -> None:
+        """Look after deadlines, unconfirmed cancels, and prefillers that left without anyone noticing."""
+        at = now()
+        for incoming in [entry for entry in self._incoming.values() if entry.deadline < at]:
+            text = "the prompt's KV did not arrive in time"
+            self.fail(incoming.request, self._error(ErrorCode.TIMEOUT, text, Phase.TRANSFER, incoming.transfer.peer))
+        for transfer in self._receiver.transfers:
+            if transfer.awaits_confirmation and transfer.asked_at + self._retry_ns < at:
+                self._ask_to_cancel(transfer)
+        begun = {entry.transfer.peer.ref: entry.deadline - self._deadline_ns for entry in self._incoming.values()}
+        for ref in {transfer.peer.ref for transfer in self._receiver.transfers}:
+            if not alive(ref) and at - begun.get(ref, 0) > _VIEW_LAG_NS:
+                self.prefiller_lost(ref)
+
+    def _ask_to_cancel(self, transfer: Transfer) -> None:
+        transfer.asked_at = now()
+        try:
+            self._post.to(transfer.peer).send(
+                CancelPrefill(
+                    request_id=transfer.request_id, slot=transfer.slot.number, generation=transfer.slot.generation
+                )
+            )
+        except ChannelError as error:
+            self._log.warning("cancel not sent; trying again", peer=str(transfer.peer.ref), error=str(error))
+
+    def _error(self, code: ErrorCode, text: str, phase: Phase, peer: Peer) -> RequestError:
+        return RequestError(code=code, message=text, phase=phase, node=peer.ref.id)

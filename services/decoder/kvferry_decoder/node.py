@@ -1,0 +1,34 @@
+"""A decoder node, assembled."""
+
+import msgspec
+from kvferry_engine.worker import Worker
+from kvferry_engine.worker_node import WorkerNode
+from kvferry_node.channels import Post
+from kvferry_proto.nodes import NodeRecord, NodeRef, Role
+from kvferry_proto.to_decoder import FromPrefiller, FromRouter
+
+from kvferry_decoder.service import DecoderService
+from kvferry_decoder.settings import DecoderSettings
+
+
+class DecoderNode(WorkerNode):
+    """One run of a decoder."""
+
+    role = Role.DECODER
+    inbox_kind = FromRouter
+
+    def __init__(self, settings: DecoderSettings, ref: NodeRef) -> None:
+        super().__init__(settings, ref)
+        self._own = settings
+
+    def build(self, worker: Worker) -> DecoderService:
+        """Make the service, with its channels to prefillers, hearing the fabric."""
+        service = DecoderService(worker, self._own, self.ref, self.worker_metrics)
+        service.connect(Post(self.ref, FromPrefiller, service.on_prefiller, self.metrics, self.curve))
+        return service
+
+    def describe(self, record: NodeRecord) -> NodeRecord:
+        """Say how much it takes."""
+        return msgspec.structs.replace(
+            record, max_running=self._own.max_running, local_prefill_tokens=self._own.local_prefill_tokens
+        )

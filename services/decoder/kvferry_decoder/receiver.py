@@ -1,0 +1,172 @@
+"""The messenger's receiving half: transfers on their way into this decoder.
+
+A transfer holds a slot, pages, and the right of its prefiller to write to them. It is armed before the prefiller
+hears of it, so no arrival is ever early, and it ends in one of three ways:
+
+    EXPECTING ──count reached──▶ ARRIVED            pages belong to the request again
+        │
+        └─cancel, failure, prefiller lost──▶ QUARANTINED ──confirmed, or its memory key closed──▶ over
+
+In quarantine the slot's counter is off, and slot and pages stay out of use: a late write can still land there. The
+way out is the prefiller's word that nothing is in flight, or, if the prefiller is gone, the end of the memory key
+that it was given: the pool is registered again under a new key for new transfers, and the old key is closed when
+the last healthy transfer that uses it is over.
+"""
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvferry_engine.allocator import PageAllocator
+from kvferry_fabric import MemoryRegion, TransferEngine
+from kvferry_node.states import StateMachine
+from kvferry_proto.nodes import Peer
+
+from kvferry_decoder.slots import Slot, SlotPool
+
+
+class TransferState(enum.Enum):
+    """Where a transfer is."""
+
+    EXPECTING = enum.auto()
+    ARRIVED = enum.auto()
+    QUARANTINED = enum.auto()
+    OVER = enum.auto()
+
+
+TRANSFER_MOVES = {
+    TransferState.EXPECTING: frozenset({TransferState.ARRIVED, TransferState.QUARANTINED}),
+    TransferState.ARRIVED: frozenset({TransferState.OVER}),
+    TransferState.QUARANTINED: frozenset({TransferState.OVER}),
+}
+
+
+@dataclass(eq=False)
+class MemoryKey:
+    """One registration of the pool, and the transfers whose prefillers know its key."""
+
+    region: MemoryRegion
+    transfers: set["Transfer"] = field(default_factory=set)
+    revoked: bool = False
+    """A lost prefiller knows it: no new transfer uses it, and it is closed as soon as no healthy one does."""
+
+
+@dataclass(eq=False)
+class Transfer:
+    """KV on its way here for one request."""
+
+    request_id: str
+    peer: Peer
+    slot: Slot
+    key: MemoryKey
+    machine: StateMachine[TransferState] = field(
+        default_factory=lambda: StateMachine(TransferState.EXPECTING, TRANSFER_MOVES)
+    )
+    quarantined_pages: list[int] = field(default_factory=list)
+    lost: bool = False
+    """Its prefiller is gone: nobody will confirm."""
+    asked_at: int = 0
+    """When the prefiller was last asked to cancel, monotonic ns."""
+
+    @property
+    def state(self) -> TransferState:
+        """Present state."""
+        return self.machine.state
+
+    @property
+    def awaits_confirmation(self) -> bool:
+        """Whether only its prefiller's word keeps it in quarantine."""
+        return self.state is TransferState.QUARANTINED and not self.lost
+
+
+class Receiver:
+    """Owns slots, memory keys and the quarantine of a decoder."""
+
+    def __init__(
+        self, fabric: TransferEngine, register: Callable[[], MemoryRegion], allocator: PageAllocator, slots: SlotPool
+    ) -> None:
+        self._fabric = fabric
+        self._register = register
+        self._allocator = allocator
+        self.slots = slots
+        self._key = MemoryKey(register())
+        self._revoked: list[MemoryKey] = []
+        self._by_slot: dict[int, Transfer] = {}
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """All that hold a slot."""
+        return list(self._by_slot.values())
+
+    def can_expect(self) -> bool:
+        """Whether a slot is free."""
+        return self.slots.can_draw()
+
+    def expect(self, request_id: str, peer: Peer, arrivals: int) -> Transfer:
+        """Draw a slot and arm it for `arrivals` page arrivals; then, not before, may `peer` be told."""
+        transfer = Transfer(request_id, peer, self.slots.draw(), self._key)
+        self._fabric.expect(*transfer.slot, arrivals)
+        self._key.transfers.add(transfer)
+        self._by_slot[transfer.slot.number] = transfer
+        return transfer
+
+    def find(self, slot: int, generation: int) -> Transfer | None:
+        """Return the transfer that has this slot now, unless it is of another generation."""
+        transfer = self._by_slot.get(slot)
+        return transfer if transfer is not None and transfer.slot.generation == generation else None
+
+    def arrived(self, transfer: Transfer) -> None:
+        """Every page is here: the count says so, and the prefiller writes each page once."""
+        self._fabric.disarm(*transfer.slot)
+        transfer.machine.move(TransferState.ARRIVED)
+        self._release(transfer)
+
+    def abandon(self, transfer: Transfer, pages: list[int]) -> None:
+        """Stop expecting; `pages` and slot go into quarantine until `confirm`, or until the key is closed."""
+        self._fabric.disarm(*transfer.slot)
+        self._allocator.quarantine(pages)
+        transfer.quarantined_pages = pages
+        transfer.machine.move(TransferState.QUARANTINED)
+
+    def confirm(self, transfer: Transfer) -> None:
+        """The prefiller says that nothing of it is in flight, and nothing will be."""
+        if transfer.state is TransferState.QUARANTINED:
+            self._release(transfer)
+
+    def revoke(self, lost: list[Transfer]) -> None:
+        """Make the keys useless that the prefiller of these abandoned transfers knows."""
+        for transfer in lost:
+            transfer.lost = True
+            if not transfer.key.revoked:
+                transfer.key.revoked = True
+                self._revoked.append(transfer.key)
+        if self._key.revoked:
+            self._key = MemoryKey(self._register())
+        self._close_revoked()
+
+    @property
+    def memory(self) -> MemoryRegion:
+        """What a prefiller that is told now may write to."""
+        return self._key.region
+
+    def close(self) -> None:
+        """Close every key. For the end, when no transfer is left or none matters any more."""
+        for key in (self._key, *self._revoked):
+            key.region.close()
+
+    def _release(self, transfer: Transfer) -> None:
+        transfer.machine.move(TransferState.OVER)
+        if transfer.quarantined_pages:
+            self._allocator.release_quarantine(transfer.quarantined_pages)
+        del self._by_slot[transfer.slot.number]
+        transfer.key.transfers.remove(transfer)
+        self.slots.give_back(transfer.slot)
+        if transfer.key.revoked:
+            self._close_revoked()
+
+    def _close_revoked(self) -> None:
+        for key in [key for key in self._revoked if all(transfer.lost for transfer in key.transfers)]:
+            self._revoked.remove(key)
+            key.region.close()
+            for transfer in list(key.transfers):
+                self._release(transfer)

@@ -1,0 +1,108 @@
+"""A request on the decoder: its tokens, its pages, its state.
+
+          Assign
+            │
+         WAITING ◀──────────────┐ preempted: pages given up, KV to be computed again here
+      pages │ reserved          │
+    ┌───────┴────────┐          │
+RECEIVING ─────────▶ RUNNING ───┘
+    │  last page        │
+    ▼                   ▼
+  CANCELLED · FAILED · FINISHED      (every state may end in the first two)
+"""
+
+import enum
+from dataclasses import dataclass, field
+
+from kvferry_node.channels import Origin
+from kvferry_node.states import StateMachine
+from kvferry_proto.nodes import Peer
+from kvferry_proto.sampling import SamplingParams
+from kvferry_proto.timeline import DecodeTimeline, PrefillTimeline
+from kvferry_proto.to_decoder import Assign
+from kvferry_proto.usage import FinishReason
+
+
+class State(enum.Enum):
+    """Where a request is."""
+
+    WAITING = enum.auto()
+    RECEIVING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+    CANCELLED = enum.auto()
+    FAILED = enum.auto()
+
+
+_ENDS = frozenset({State.CANCELLED, State.FAILED})
+MOVES = {
+    State.WAITING: frozenset({State.RECEIVING, State.RUNNING}) | _ENDS,
+    State.RECEIVING: frozenset({State.RUNNING}) | _ENDS,
+    State.RUNNING: frozenset({State.WAITING, State.FINISHED}) | _ENDS,
+}
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One attempt to answer a prompt. Owned by the scheduler; pages are held by whoever the state names."""
+
+    id: str
+    origin: Origin
+    sampling: SamplingParams
+    tokens: list[int]
+    """Prompt and answer so far."""
+    prompt_length: int
+    """Tokens that the assignment brought (the prompt, and what another decoder had answered)."""
+    answered: int
+    stop_token_ids: frozenset[int]
+    prefiller: Peer | None
+    order: int
+    """Arrival number: who came later is preempted first."""
+    computed: int = 0
+    """Tokens whose KV is in the pages."""
+    pages: list[int] = field(default_factory=list)
+    machine: StateMachine[State] = field(default_factory=lambda: StateMachine(State.WAITING, MOVES))
+    in_step: bool = False
+    """A forward pass is reading and writing its pages right now: they can't be freed before it returns."""
+    accepted: bool = False
+    timeline: DecodeTimeline = field(default_factory=DecodeTimeline)
+    prefill_timeline: PrefillTimeline | None = None
+
+    @classmethod
+    def from_assign(cls, assign: Assign, origin: Origin, order: int) -> "Request":
+        """Take an assignment. Nothing is reserved yet."""
+        return cls(
+            id=assign.request_id,
+            origin=origin,
+            sampling=assign.sampling,
+            tokens=list(assign.tokens),
+            prompt_length=len(assign.tokens),
+            answered=assign.answered,
+            stop_token_ids=frozenset(assign.stop_token_ids),
+            prefiller=assign.prefiller,
+            order=order,
+        )
+
+    @property
+    def state(self) -> State:
+        """Present state."""
+        return self.machine.state
+
+    @property
+    def uncomputed(self) -> int:
+        """Tokens whose KV is missing; 1 for a request that is plainly decoding."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def generated(self) -> int:
+        """Tokens drawn in this attempt."""
+        return len(self.tokens) - self.prompt_length
+
+    def append(self, token: int) -> FinishReason | None:
+        """Add a drawn token; return why the answer ends with it, or None."""
+        self.tokens.append(token)
+        if token in self.stop_token_ids and not self.sampling.ignore_eos:
+            return FinishReason.STOP
+        if self.generated >= self.sampling.max_tokens:
+            return FinishReason.LENGTH
+        return None

@@ -1,0 +1,188 @@
+"""Continuous batching on the decoder: who waits, who receives, who runs in the next step.
+
+A running request has tokens whose KV is missing: one, its last, if it is decoding; more if the decoder prefills for
+it (a short prompt, or a preempted request whose KV is computed again). Decoding requests all run in every step;
+prefills share a token budget, first come first served, so that a step stays short.
+
+Pages are reserved for all of a request's tokens before it is accepted, and one at a time while it answers. When the
+pool is empty the request that came last gives its pages up and waits to be computed again: it can't hang, since a
+request alone fits by admission.
+"""
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvferry_engine.allocator import PageAllocator
+from kvferry_proto.layout import KVLayout
+
+from kvferry_decoder.request import Request, State
+
+
+class StepSlice(NamedTuple):
+    """One request's share of a step."""
+
+    request: Request
+    start: int
+    tokens: int
+
+    @property
+    def draws(self) -> bool:
+        """Whether the slice reaches the request's last token, so that the next one is drawn."""
+        return self.start + self.tokens == len(self.request.tokens)
+
+
+class Scheduler:
+    """Owns the requests of a decoder and their pages. Pure bookkeeping: no clock, no socket, no tensor."""
+
+    def __init__(
+        self, allocator: PageAllocator, layout: KVLayout, *, max_running: int, max_waiting: int, prefill_budget: int
+    ) -> None:
+        self.allocator = allocator
+        self.layout = layout
+        self.max_running = max_running
+        self.max_waiting = max_waiting
+        self.prefill_budget = prefill_budget
+        self.waiting: deque[Request] = deque()
+        self.receiving: set[Request] = set()
+        self.running: list[Request] = []
+        self.preemptions = 0
+
+    @property
+    def requests(self) -> Iterable[Request]:
+        """Every request that has not ended."""
+        return [*self.waiting, *self.receiving, *self.running]
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that a request alone may have."""
+        return self.allocator.pages * self.layout.page_size
+
+    # --- entry -----------------------------------------------------------------------------------------------
+
+    def can_add(self) -> bool:
+        """Whether the queue has a place."""
+        return len(self.waiting) < self.max_waiting
+
+    def add(self, request: Request) -> None:
+        """Put a request at the queue's end."""
+        self.waiting.append(request)
+
+    def admit(self, can_receive: bool) -> list[Request]:
+        """Move requests from the queue's head to RECEIVING or RUNNING, their pages reserved, and return them.
+
+        `can_receive`: whether a transfer slot can be drawn. Stops at the first that does not fit, so that a long
+        prompt isn't overtaken for ever.
+        """
+        admitted = []
+        while self.waiting and self._fits(self.waiting[0], can_receive):
+            request = self.waiting.popleft()
+            request.pages = self.allocator.allocate(self.layout.pages_for(len(request.tokens)))
+            self._enter(request)
+            admitted.append(request)
+            if request.state is State.RECEIVING:
+                break  # the caller draws the slot and tells us whether another is left
+        return admitted
+
+    def _fits(self, request: Request, can_receive: bool) -> bool:
+        active = len(self.running) + len(self.receiving)
+        if active >= self.max_running or (request.prefiller is not None and not can_receive):
+            return False
+        # One page of growth for everyone who runs: whoever is admitted must not cause a preemption at once.
+        return self.allocator.can_allocate(self.layout.pages_for(len(request.tokens)) + active)
+
+    def _enter(self, request: Request) -> None:
+        if request.prefiller is not None:
+            request.machine.move(State.RECEIVING)
+            self.receiving.add(request)
+        else:
+            request.machine.move(State.RUNNING)
+            self.running.append(request)
+
+    def arrived(self, request: Request) -> None:
+        """All pages of the prompt but for its last token's KV are here: join the batch."""
+        self.receiving.remove(request)
+        request.machine.move(State.RUNNING)
+        request.computed = len(request.tokens) - 1
+        self.running.append(request)
+
+    # --- the step --------------------------------------------------------------------------------------------
+
+    def plan_step(self) -> list[StepSlice]:
+        """Return the next step's slices, pages for them reserved; may preempt. Empty when there is nothing to do."""
+        slices = []
+        budget = self.prefill_budget
+        # In order of arrival: the victim of a preemption always comes later, so its slice isn't planned yet.
+        for request in sorted(self.running, key=lambda r: r.order):
+            if request.state is not State.RUNNING or (request.uncomputed > 1 and budget == 0):
+                continue
+            count = 1 if request.uncomputed == 1 else min(request.uncomputed, budget)
+            if not self._grow(request, request.computed + count):
+                continue
+            if request.uncomputed > 1:
+                budget -= count
+            slices.append(StepSlice(request, request.computed, count))
+            request.in_step = True
+        return slices
+
+    def finish_step(self, slices: list[StepSlice]) -> None:
+        """The step's KV is in the pool. Requests that ended meanwhile give their pages up now."""
+        for request, _, count in slices:
+            request.in_step = False
+            if request.state is State.RUNNING:
+                request.computed += count
+            else:
+                self._free(request)
+
+    def _grow(self, request: Request, tokens: int) -> bool:
+        """Reserve pages up to `tokens`; True unless `request` itself had to be preempted."""
+        missing = self.layout.pages_for(tokens) - len(request.pages)
+        while missing > 0 and not self.allocator.can_allocate(missing):
+            victim = max(self.running, key=lambda r: r.order)
+            self._preempt(victim)
+            if victim is request:
+                return False
+        if missing > 0:
+            request.pages.extend(self.allocator.allocate(missing))
+        return True
+
+    def _preempt(self, victim: Request) -> None:
+        self.preemptions += 1
+        self.running.remove(victim)
+        self._free(victim)
+        victim.machine.move(State.WAITING)
+        victim.computed = 0
+        victim.prefiller = None
+        self.waiting.appendleft(victim)
+
+    # --- exits -----------------------------------------------------------------------------------------------
+
+    def end(self, request: Request, state: State) -> None:
+        """Take a request out for good.
+
+        Its pages are freed, after the step if one is using them. Pages that a prefiller may still write to are the
+        receiver's to take away first (`surrender`).
+        """
+        self._remove(request)
+        request.machine.move(state)
+        if not request.in_step:
+            self._free(request)
+
+    def surrender(self, request: Request) -> list[int]:
+        """Hand a receiving request's pages over: held, and no longer the request's."""
+        pages, request.pages = request.pages, []
+        return pages
+
+    def _remove(self, request: Request) -> None:
+        match request.state:
+            case State.WAITING:
+                self.waiting.remove(request)
+            case State.RECEIVING:
+                self.receiving.remove(request)
+            case State.RUNNING:
+                self.running.remove(request)
+
+    def _free(self, request: Request) -> None:
+        if request.pages:
+            self.allocator.free(request.pages)
+            request.pages = []

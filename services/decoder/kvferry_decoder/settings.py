@@ -1,0 +1,31 @@
+"""The decoder's own settings."""
+
+from typing import Annotated
+
+import msgspec
+from kvferry_engine.worker_settings import Count, WorkerSettings
+from kvferry_node.settings import Seconds, help_text
+from kvferry_proto.immediate import MAX_SLOTS
+
+
+class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
+    """Settings of a decoder."""
+
+    max_running: Annotated[Count, help_text("Requests in the decode batch, or on their way into it.")] = 64
+    slots: Annotated[
+        int, msgspec.Meta(ge=1, le=MAX_SLOTS), help_text("Transfers that may be on their way here at once.")
+    ] = 256
+    local_prefill_tokens: Annotated[
+        int,
+        msgspec.Meta(ge=0),
+        help_text("Prompts with at most so many tokens to prefill are prefilled here, not by a prefiller."),
+    ] = 32
+    prefill_budget: Annotated[
+        Count, help_text("Prompt tokens that a decode step may prefill beside its decoding requests.")
+    ] = 128
+    transfer_seconds: Annotated[
+        Seconds, help_text("How long a prompt's KV may take to arrive, the prefiller's queue included.")
+    ] = 120.0
+    cancel_retry_seconds: Annotated[
+        Seconds, help_text("How often a prefiller that has not confirmed a cancel is asked again.")
+    ] = 1.0

@@ -1,0 +1,76 @@
+"""One decode step: forward pass and sampling, in the forward thread."""
+
+from typing import NamedTuple
+
+from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.sampler import Sampled, SamplingBatch, SamplingRow, sample
+from kvferry_engine.worker import Worker
+from kvferry_proto.to_router import TokenLogprobs
+
+from kvferry_decoder.request import Request
+from kvferry_decoder.scheduler import StepSlice
+
+# JSON has no infinity; a masked token's log probability is told as this.
+LEAST_LOGPROB = -9999.0
+
+
+class Drawn(NamedTuple):
+    """What a step drew: one token for each slice that draws, in order."""
+
+    tokens: list[int]
+    """Below 0 where the logits were not numbers."""
+    logprobs: list[TokenLogprobs | None]
+
+
+class StepPlan(NamedTuple):
+    """A step's inputs, copied out of the requests, so that the forward thread touches none of them."""
+
+    slices: list[SequenceSlice]
+    rows: list[SamplingRow]
+
+
+def plan(slices: list[StepSlice]) -> StepPlan:
+    """Gather the inputs, in the event loop's thread."""
+    return StepPlan([_sequence(piece) for piece in slices], [_row(piece.request) for piece in slices if piece.draws])
+
+
+def run(worker: Worker, inputs: StepPlan) -> Drawn:
+    """Compute the step, in the forward thread."""
+    batch = ForwardBatch.build(inputs.slices, page_size=worker.layout.page_size)
+    logits = worker.model.forward(batch, worker.pool)
+    if logits is None:
+        return Drawn([], [])
+    sampled = sample(logits, SamplingBatch.build(inputs.rows))
+    return Drawn(sampled.tokens.tolist(), _on_wire(sampled))
+
+
+def _sequence(piece: StepSlice) -> SequenceSlice:
+    request, start, count = piece
+    return SequenceSlice(
+        tokens=request.tokens[start : start + count], start=start, pages=list(request.pages), want_logits=piece.draws
+    )
+
+
+def _row(request: Request) -> SamplingRow:
+    params = request.sampling
+    return SamplingRow(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        seed=params.seed,
+        position=len(request.tokens),
+        logprobs=None if params.logprobs < 0 else params.logprobs,
+    )
+
+
+def _on_wire(sampled: Sampled) -> list[TokenLogprobs | None]:
+    return [
+        None
+        if entry is None
+        else TokenLogprobs(
+            token,
+            max(entry.chosen, LEAST_LOGPROB),
+            [(other, max(value, LEAST_LOGPROB)) for other, value in entry.top],
+        )
+        for token, entry in zip(sampled.tokens.tolist(), sampled.logprobs, strict=True)
+    ]

@@ -1,0 +1,5 @@
+"""`python -m kvferry_prefiller`."""
+
+from kvferry_prefiller.cli import command
+
+command()

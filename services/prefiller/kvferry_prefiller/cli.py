@@ -1,0 +1,18 @@
+"""`kvferry prefiller`: run one prefiller."""
+
+from kvferry_node.logs import setup_logging
+from kvferry_node.options import settings_command
+from kvferry_node.service import run
+from kvferry_node.settings import node_ref
+from kvferry_proto.nodes import Role
+
+from kvferry_prefiller.node import PrefillerNode
+from kvferry_prefiller.settings import PrefillerSettings
+
+
+@settings_command(PrefillerSettings, Role.PREFILLER)
+def command(settings: PrefillerSettings) -> None:
+    """Run one prefiller until SIGTERM or Ctrl-C."""
+    ref = node_ref(settings, Role.PREFILLER)
+    setup_logging(settings.log_level, settings.log_format, ref, Role.PREFILLER)
+    run(PrefillerNode(settings, ref).main)

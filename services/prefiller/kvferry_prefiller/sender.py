@@ -1,0 +1,93 @@
+"""The messenger's sending half: registers what a forward pass is about to compute, so that it leaves layer by layer.
+
+Before a pass, every chunk in it becomes one transfer per piece of the shard plan: runs of (source page, destination
+page, count), the same for every layer. The fabric's thread posts a layer's writes when the model's counter says that
+the layer is done; no Python runs in between.
+"""
+
+import numpy as np
+from kvferry_engine.worker import Worker
+from kvferry_fabric import ChunkSchedule, FabricError, runs
+from kvferry_proto.shards import Piece
+
+from kvferry_prefiller.request import Request
+from kvferry_prefiller.scheduler import Chunk, pages_to_send
+
+
+class Sender:
+    """Owns the transfers under way and the connections to decoders' memory."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+        self._by_transfer: dict[int, Request] = {}
+
+    @property
+    def active(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._by_transfer)
+
+    def connect(self, request: Request) -> None:
+        """Reach the memory of every destination rank. Raises FabricError."""
+        for memory in request.order.memory:
+            request.peers.append(self._worker.fabric.connect(memory.address))
+
+    def disconnect(self, request: Request) -> None:
+        """Let go of the destination: once no transfer of the request is left."""
+        while request.peers:
+            request.peers.pop().close()
+
+    def register(self, chunk: Chunk, first_value: int) -> None:
+        """Register a chunk's transfers; layer l may leave when the counter is at first_value + l.
+
+        Raises FabricError, and sends nothing more of this chunk, if one is refused (out of the destination's bounds).
+        """
+        table = pages_to_send(chunk, self._worker.layout.page_size)
+        if not table:
+            return
+        request = chunk.request
+        pages = np.asarray(request.pages, np.int32)[table.start : table.stop]
+        destination = np.frombuffer(request.order.pages, np.int32)[table.start : table.stop]
+        moves = runs(pages, destination)
+        for piece in request.pieces:
+            transfer = self._worker.fabric.schedule_layers(self._schedule(request, piece, moves, first_value))
+            request.transfers.add(transfer)
+            self._by_transfer[transfer] = request
+
+    def _schedule(self, request: Request, piece: Piece, moves: np.ndarray, first_value: int) -> ChunkSchedule:
+        pool, order = self._worker.pool, request.order
+        remote = order.memory[piece.destination_rank]
+        page_bytes = order.layout.page_bytes
+        return ChunkSchedule(
+            counter=self._worker.counter,
+            first_value=first_value,
+            layers=order.layout.layers,
+            region=self._worker.region,
+            peer=request.peers[piece.destination_rank],
+            remote=remote,
+            slot=order.slot,
+            generation=order.generation,
+            source_layer_stride=pool.layer_stride,
+            # The destination's pool is all layers of its pages, whose number is its own affair.
+            destination_layer_stride=remote.length // order.layout.layers,
+            source_page_stride=pool.page_stride,
+            destination_page_stride=page_bytes,
+            source_offset=piece.source_offset,
+            destination_offset=piece.destination_offset,
+            length=piece.length,
+            runs=moves,
+        )
+
+    def ended(self, transfer: int) -> Request | None:
+        """Strike a transfer off and return its request; None for one already struck."""
+        request = self._by_transfer.pop(transfer, None)
+        if request is not None:
+            request.transfers.discard(transfer)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Post nothing more for a request; each of its transfers ends with an event once nothing of it is in flight."""
+        for transfer in request.transfers:
+            self._worker.fabric.cancel(transfer)
+
+
+__all__ = ["FabricError", "Sender"]

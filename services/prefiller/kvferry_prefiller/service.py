@@ -1,0 +1,316 @@
+"""The prefiller: takes prompts from decoders, computes them in chunks, and writes their KV into the decoders' pages.
+
+Never samples. A request is over for it when its own writes are complete; the decoder is not told, it counts.
+"""
+
+import asyncio
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.checksums import page_checksums
+from kvferry_engine.worker import Worker
+from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_fabric import Event, EventKind, FabricError
+from kvferry_node.channels import Origin
+from kvferry_node.errors import ChannelError
+from kvferry_node.logs import get_logger
+from kvferry_proto.errors import ErrorCode, Phase, RequestError
+from kvferry_proto.ints import Int32s
+from kvferry_proto.message import Message
+from kvferry_proto.nodes import Load, NodeRef
+from kvferry_proto.shards import plan
+from kvferry_proto.timeline import Chunk as ChunkTime
+from kvferry_proto.timeline import now
+from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
+from kvferry_proto.to_prefiller import CancelPrefill, Prefill
+
+from kvferry_prefiller.admission import why_not
+from kvferry_prefiller.request import Key, Request, State
+from kvferry_prefiller.scheduler import Chunk, Scheduler
+from kvferry_prefiller.sender import Sender
+from kvferry_prefiller.settings import PrefillerSettings
+
+
+class PrefillerService:
+    """Joins scheduler and sender. All bookkeeping runs in the event loop's thread."""
+
+    def __init__(self, worker: Worker, settings: PrefillerSettings, ref: NodeRef, metrics: WorkerMetrics) -> None:
+        self._worker = worker
+        self._ref = ref
+        self._metrics = metrics
+        self._log = get_logger()
+        self.scheduler = Scheduler(
+            worker.allocator,
+            worker.layout,
+            chunk_size=settings.chunk_size,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+        )
+        self._sender = Sender(worker)
+        self._requests: dict[Key, Request] = {}
+        self._admitted: list[str] = []
+        self._work = asyncio.Event()
+        self._reports: set[asyncio.Task[None]] = set()
+        self.draining = False
+
+    def listen(self) -> None:
+        """Hear the fabric's events in the running loop."""
+        self._worker.fabric.attach(asyncio.get_running_loop(), self._on_event)
+
+    # --- messages --------------------------------------------------------------------------------------------
+
+    def on_message(self, origin: Origin, message: Any) -> None:  # noqa: ANN401  # a member of ToPrefiller
+        """Handle a message at the inbox."""
+        match message:
+            case Prefill():
+                self._prefill(origin, message)
+            case CancelPrefill():
+                self._cancel(origin, message)
+        self._work.set()
+
+    def _prefill(self, origin: Origin, order: Prefill) -> None:
+        error = self._why_not(origin, order)
+        if error is not None:
+            self._metrics.ended.labels("refused").inc()
+            self._tell(origin, _failed(order, error))
+            return
+        request = Request(order, origin, plan(self._worker.layout, order.layout))
+        request.timeline.received = now()
+        try:
+            self._sender.connect(request)
+        except FabricError as failure:
+            self._sender.disconnect(request)
+            text = f"the decoder's memory can't be reached: {failure}"
+            self._tell(origin, _failed(order, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER)))
+            return
+        self._requests[request.key] = request
+        self._admitted.append(order.request_id)
+        self.scheduler.add(request)
+
+    def _why_not(self, origin: Origin, order: Prefill) -> RequestError | None:
+        if (origin.sender.id, origin.sender.incarnation, order.request_id) in self._requests:
+            return self._error(ErrorCode.BAD_REQUEST, f"request id {order.request_id} is in use here")
+        if self.draining:
+            return self._error(ErrorCode.DRAINING, "this prefiller is shutting down")
+        return why_not(order, self._worker, self.scheduler, self._ref)
+
+    def _error(self, code: ErrorCode, text: str, phase: Phase = Phase.PREFILL) -> RequestError:
+        return RequestError(code=code, message=text, phase=phase, node=self._ref.id)
+
+    def _cancel(self, origin: Origin, message: CancelPrefill) -> None:
+        """Confirm now if nothing of the request is here, else when nothing of it is in flight."""
+        key = (origin.sender.id, origin.sender.incarnation, message.request_id)
+        request = self._requests.get(key)
+        if request is None:
+            self._tell(
+                origin,
+                CancelConfirmed(request_id=message.request_id, slot=message.slot, generation=message.generation),
+            )
+        elif request.state is not State.STOPPING:
+            self._stop(request, None)
+
+    def _tell(self, origin: Origin, message: Message) -> None:
+        try:
+            origin.reply(message)
+        except ChannelError as error:
+            # The decoder asks again, or is gone and its lease will say so.
+            self._log.warning("decoder unreachable", decoder=str(origin.sender), error=str(error))
+
+    # --- ways out --------------------------------------------------------------------------------------------
+
+    def _stop(self, request: Request, failure: RequestError | None) -> None:
+        """Compute and post no more; told to the decoder when nothing is in flight."""
+        if request.state is State.STOPPING:
+            return
+        request.failure = failure
+        self.scheduler.stop(request)
+        self._sender.cancel(request)
+        self._release_if_over(request)
+
+    def _on_event(self, event: Event) -> None:
+        request = self._sender.ended(event.transfer)
+        if request is None:
+            return
+        self._metrics.transfers.labels(event.kind.name.lower()).inc()
+        timeline = request.timeline
+        timeline.pages += event.pages
+        timeline.bytes += event.bytes
+        timeline.writes += event.writes
+        timeline.last_layer = max(timeline.last_layer, event.last_counter_ns)
+        timeline.last_write = max(timeline.last_write, event.last_completion_ns)
+        if event.kind is EventKind.FAILED:
+            text = f"writing KV to decoder {request.origin.sender.id} failed: {event.text}"
+            self._stop(request, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER))
+        self._release_if_over(request)
+        self._work.set()
+
+    def _release_if_over(self, request: Request) -> None:
+        if not self.scheduler.can_release(request) or request.key not in self._requests:
+            return
+        if request.state is State.DRAINING and request.order.checksums:
+            self._checksum_then_release(request)
+            return
+        self._release(request, Int32s())
+
+    def _checksum_then_release(self, request: Request) -> None:
+        # Out of the books now, so that it is released once; its pages stay held until the checksums are taken.
+        del self._requests[request.key]
+        task = asyncio.ensure_future(self._checksum(request))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _checksum(self, request: Request) -> None:
+        work = functools.partial(page_checksums, self._worker.pool, request.pages)
+        checksums = await asyncio.get_running_loop().run_in_executor(None, work)
+        self._release(request, checksums)
+
+    def _release(self, request: Request, checksums: Int32s) -> None:
+        stopped = request.state is State.STOPPING
+        self.scheduler.release(request)
+        self._sender.disconnect(request)
+        self._requests.pop(request.key, None)
+        how = "done" if not stopped else "cancelled" if request.failure is None else request.failure.code
+        self._metrics.ended.labels(how).inc()
+        self._tell(request.origin, _last_word(request, checksums, stopped=stopped))
+        self._work.set()
+
+    # --- the loop --------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Prefill until cancelled: a pass whenever there is a chunk to compute, sleep otherwise."""
+        while True:
+            chunks = self.scheduler.plan_step()
+            if not chunks:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._step(chunks)
+
+    async def _step(self, chunks: list[Chunk]) -> None:
+        self._register(chunks)
+        began = now()
+        inputs = [_sequence(chunk) for chunk in chunks]
+        failure = None
+        try:
+            await self._worker.compute(functools.partial(_forward, self._worker, inputs))
+        except Exception as error:  # noqa: BLE001  # whatever breaks a pass fails its requests, not the prefiller
+            self._log.exception("a forward pass failed", exc_info=error)
+            failure = self._error(ErrorCode.INTERNAL, f"the forward pass failed: {error}")
+        self._count(chunks, began)
+        if failure is not None:
+            for chunk in chunks:
+                self._stop(chunk.request, failure)
+        self.scheduler.finish_step(chunks)
+        for chunk in chunks:
+            self._release_if_over(chunk.request)
+
+    def _register(self, chunks: list[Chunk]) -> None:
+        """Register the chunk schedule with the fabric before the pass begins."""
+        first_value = self._worker.counter.value + 1
+        for chunk in chunks:
+            try:
+                self._sender.register(chunk, first_value)
+            except FabricError as error:
+                text = f"the pages to write were refused: {error}"
+                self._stop(chunk.request, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER))
+
+    def _count(self, chunks: list[Chunk], began: int) -> None:
+        ended = now()
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe((ended - began) / 1e9)
+        self._metrics.tokens.labels("prefilled").inc(sum(chunk.tokens for chunk in chunks))
+        for chunk in chunks:
+            chunk.request.timeline.chunks.append(ChunkTime(began, ended, chunk.tokens))
+
+    # --- the cluster -----------------------------------------------------------------------------------------
+
+    def node_left(self, ref: NodeRef) -> None:
+        """A decoder's lease has ended, or it has restarted: nobody wants its pages."""
+        for request in [request for request in self._requests.values() if request.origin.sender == ref]:
+            self._log.info("decoder gone: cancelling", request_id=request.order.request_id, decoder=str(ref))
+            self._stop(request, None)
+        self._work.set()
+
+    async def housekeeping(self, alive: Callable[[NodeRef], bool], seconds: float = 0.25) -> None:
+        """Look for decoders that left without anyone noticing, until cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            for ref in {request.origin.sender for request in self._requests.values()}:
+                if not alive(ref):
+                    self.node_left(ref)
+
+    def load(self) -> Load:
+        """What placement weighs."""
+        scheduler = self.scheduler
+        return Load(
+            free_pages=self._worker.allocator.free_pages,
+            running=len(scheduler.running) + len(scheduler.leaving),
+            waiting=len(scheduler.waiting),
+            queued_tokens=scheduler.queued_tokens,
+        )
+
+    def admitted(self) -> list[str]:
+        """Requests taken since the last call: they are part of `load` now."""
+        admitted, self._admitted = self._admitted, []
+        return admitted
+
+    def states(self) -> dict[str, int]:
+        """Requests by state, for metrics."""
+        scheduler = self.scheduler
+        return {"waiting": len(scheduler.waiting), "running": len(scheduler.running), "leaving": len(scheduler.leaving)}
+
+    def held(self) -> dict[str, int]:
+        """Everything that must be zero when idle."""
+        stats = self._worker.fabric.stats()
+        return {
+            "requests": len(self._requests),
+            "held_pages": self._worker.allocator.held_pages,
+            "quarantined_pages": self._worker.allocator.quarantined_pages,
+            "transfers": self._sender.active,
+            "reports": len(self._reports),
+            "active_transfers": stats.active_transfers,
+            "in_flight_writes": stats.in_flight_writes,
+            "peers": stats.peers,
+        }
+
+    def fail_rest(self) -> None:
+        """Give up what has not ended when the time to drain is over; decoders turn elsewhere."""
+        for request in list(self._requests.values()):
+            self._stop(request, self._error(ErrorCode.DRAINING, "this prefiller was shut down"))
+
+    def close(self) -> None:
+        """Stop listening to the fabric."""
+        for task in self._reports:
+            task.cancel()
+        self._worker.fabric.detach()
+
+
+def _sequence(chunk: Chunk) -> SequenceSlice:
+    tokens = chunk.request.order.tokens[chunk.start : chunk.end]
+    return SequenceSlice(tokens=tokens, start=chunk.start, pages=list(chunk.request.pages), want_logits=False)
+
+
+def _forward(worker: Worker, inputs: list[SequenceSlice]) -> None:
+    batch = ForwardBatch.build(inputs, page_size=worker.layout.page_size)
+    worker.model.forward(batch, worker.pool, worker.on_layer)
+
+
+def _failed(order: Prefill, error: RequestError) -> PrefillFailed:
+    return PrefillFailed(request_id=order.request_id, slot=order.slot, generation=order.generation, error=error)
+
+
+def _last_word(request: Request, checksums: Int32s, *, stopped: bool) -> Message:
+    order = request.order
+    if not stopped:
+        return PrefillReport(
+            request_id=order.request_id,
+            slot=order.slot,
+            generation=order.generation,
+            timeline=request.timeline,
+            checksums=checksums,
+        )
+    if request.failure is not None:
+        return _failed(order, request.failure)
+    return CancelConfirmed(request_id=order.request_id, slot=order.slot, generation=order.generation)

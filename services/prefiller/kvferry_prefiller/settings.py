@@ -1,0 +1,18 @@
+"""The prefiller's own settings."""
+
+from typing import Annotated
+
+import msgspec
+from kvferry_engine.worker_settings import Count, WorkerSettings
+from kvferry_node.settings import help_text
+
+
+class PrefillerSettings(WorkerSettings, kw_only=True, frozen=True):
+    """Settings of a prefiller."""
+
+    chunk_size: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=1 << 20),
+        help_text("Prompt tokens that a forward pass takes at most, over all requests in it."),
+    ] = 512
+    max_running: Annotated[Count, help_text("Requests that may hold pages at once.")] = 64

@@ -1,0 +1,128 @@
+"""The receiver: slots and pages of a transfer stay out of use until no write can reach them."""
+
+import pytest
+from kvferry_decoder.receiver import Receiver, TransferState
+from kvferry_decoder.slots import SlotPool
+from kvferry_engine.allocator import PageAllocator
+from kvferry_node.states import IllegalMoveError
+from kvferry_proto.nodes import NodeRef, Peer
+
+ALICE, BOB = (Peer(ref=NodeRef(name, 1), endpoint="tcp://127.0.0.1:1") for name in ("alice", "bob"))
+
+
+class FakeFabric:
+    """Counts armed slots and open registrations, as the engine does."""
+
+    def __init__(self):
+        self.armed = set()
+        self.regions = []
+
+    def expect(self, slot, generation, pages):
+        assert slot not in {number for number, _ in self.armed}
+        assert pages > 0
+        self.armed.add((slot, generation))
+
+    def disarm(self, slot, generation):
+        self.armed.remove((slot, generation))
+
+    def register(self):
+        region = FakeRegion(self)
+        self.regions.append(region)
+        return region
+
+
+class FakeRegion:
+    def __init__(self, fabric):
+        self.fabric = fabric
+
+    def close(self):
+        self.fabric.regions.remove(self)
+
+
+@pytest.fixture
+def fabric():
+    return FakeFabric()
+
+
+@pytest.fixture
+def allocator():
+    return PageAllocator(16)
+
+
+@pytest.fixture
+def receiver(fabric, allocator):
+    return Receiver(fabric, fabric.register, allocator, SlotPool(4))
+
+
+def test_arrival_gives_slot_back_and_turns_its_counter_off(receiver, fabric):
+    transfer = receiver.expect("a", ALICE, 8)
+    assert fabric.armed == {tuple(transfer.slot)}
+    receiver.arrived(transfer)
+    assert (fabric.armed, receiver.slots.held, receiver.transfers) == (set(), 0, [])
+
+
+def test_pages_of_a_cancelled_transfer_are_in_quarantine_until_confirmed(receiver, allocator):
+    pages = allocator.allocate(5)
+    transfer = receiver.expect("a", ALICE, 8)
+    receiver.abandon(transfer, pages)
+    assert (allocator.quarantined_pages, allocator.free_pages, receiver.slots.held) == (5, 11, 1)
+    receiver.confirm(transfer)
+    assert (allocator.quarantined_pages, allocator.free_pages, receiver.slots.held) == (0, 16, 0)
+
+
+def test_a_confirmation_of_a_transfer_still_expected_changes_nothing(receiver):
+    transfer = receiver.expect("a", ALICE, 8)
+    receiver.confirm(transfer)
+    assert transfer.state is TransferState.EXPECTING
+
+
+def test_a_late_word_about_a_slot_does_not_reach_its_next_user(receiver):
+    first = receiver.expect("a", ALICE, 8)
+    receiver.arrived(first)
+    assert receiver.find(*first.slot) is None
+
+
+def test_a_transfer_that_arrived_cannot_be_abandoned(receiver):
+    transfer = receiver.expect("a", ALICE, 8)
+    receiver.arrived(transfer)
+    with pytest.raises(IllegalMoveError):
+        transfer.machine.move(TransferState.QUARANTINED)
+
+
+def test_a_lost_prefillers_pages_are_free_when_its_key_is_closed(receiver, allocator, fabric):
+    pages = allocator.allocate(5)
+    lost = receiver.expect("a", ALICE, 8)
+    receiver.abandon(lost, pages)
+    old = receiver.memory
+    receiver.revoke([lost])
+    assert receiver.memory is not old
+    assert fabric.regions == [receiver.memory]
+    assert (allocator.quarantined_pages, receiver.slots.held) == (0, 0)
+
+
+def test_a_lost_prefillers_key_stays_while_a_healthy_transfer_uses_it(receiver, allocator, fabric):
+    lost_pages = allocator.allocate(5)
+    lost, healthy = receiver.expect("a", ALICE, 8), receiver.expect("b", BOB, 8)
+    receiver.abandon(lost, lost_pages)
+    receiver.revoke([lost])
+    assert len(fabric.regions) == 2
+    assert allocator.quarantined_pages == 5
+    later = receiver.expect("c", BOB, 8)
+    assert later.key is not healthy.key
+    receiver.arrived(healthy)
+    assert len(fabric.regions) == 1
+    assert allocator.quarantined_pages == 0
+    receiver.arrived(later)
+    assert receiver.slots.held == 0
+
+
+def test_two_prefillers_lost_one_after_the_other(receiver, allocator, fabric):
+    first_pages, second_pages = allocator.allocate(3), allocator.allocate(4)
+    first, second = receiver.expect("a", ALICE, 8), receiver.expect("b", BOB, 8)
+    receiver.abandon(first, first_pages)
+    receiver.revoke([first])
+    receiver.abandon(second, second_pages)
+    receiver.revoke([second])
+    assert (allocator.quarantined_pages, receiver.slots.held, len(fabric.regions)) == (0, 0, 1)
+    receiver.close()
+    assert fabric.regions == []

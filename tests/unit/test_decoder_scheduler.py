@@ -1,0 +1,194 @@
+"""The decoder's scheduler: pages are accounted for, nobody starves, nobody hangs."""
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvferry_decoder.request import Request, State
+from kvferry_decoder.scheduler import Scheduler
+from kvferry_engine.allocator import PageAllocator
+from kvferry_proto.ints import Int32s
+from kvferry_proto.layout import KVLayout
+from kvferry_proto.nodes import NodeRef, Peer
+from kvferry_proto.sampling import SamplingParams
+from kvferry_proto.to_decoder import Assign
+
+LAYOUT = KVLayout(model="m", dtype="float32", layers=2, kv_heads=1, head_dim=4, page_size=4)
+PREFILLER = Peer(ref=NodeRef("p", 1), endpoint="tcp://127.0.0.1:1", layout=LAYOUT)
+
+
+def make_scheduler(pages=16, *, max_running=8, max_waiting=8, prefill_budget=6):
+    return Scheduler(
+        PageAllocator(pages), LAYOUT, max_running=max_running, max_waiting=max_waiting, prefill_budget=prefill_budget
+    )
+
+
+def make_request(order, tokens, *, prefiller=None, max_tokens=8):
+    assign = Assign(
+        request_id=f"r{order}",
+        tokens=Int32s(range(tokens)),
+        page_table=Int32s(),
+        sampling=SamplingParams(max_tokens=max_tokens),
+        stop_token_ids=[999],
+        prefiller=prefiller,
+    )
+    return Request.from_assign(assign, SimpleNamespace(sender=NodeRef("r", 1), key=b"r"), order)
+
+
+def drive(scheduler, request, token=7):
+    """One step; every request that draws gets `token`."""
+    slices = scheduler.plan_step()
+    scheduler.finish_step(slices)
+    for piece in slices:
+        if piece.draws and piece.request.append(token) is not None:
+            scheduler.end(piece.request, State.FINISHED)
+    return [(piece.request, piece.start, piece.tokens) for piece in slices if piece.request is request]
+
+
+def test_a_prompt_of_one_token_is_decoded_in_the_first_step():
+    scheduler = make_scheduler()
+    request = make_request(0, 1)
+    scheduler.add(request)
+    assert scheduler.admit(can_receive=False) == [request]
+    assert drive(scheduler, request) == [(request, 0, 1)]
+    assert request.generated == 1
+
+
+def test_local_prefill_is_cut_to_the_budget_and_ends_with_the_first_token():
+    scheduler = make_scheduler(prefill_budget=6)
+    request = make_request(0, 14)
+    scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    assert [drive(scheduler, request) for _ in range(3)] == [
+        [(request, 0, 6)],
+        [(request, 6, 6)],
+        [(request, 12, 2)],
+    ]
+    assert request.generated == 1
+
+
+def test_decoding_goes_on_beside_a_long_local_prefill():
+    scheduler = make_scheduler(pages=64)
+    decoding, long = make_request(0, 1, max_tokens=50), make_request(1, 100)
+    for request in (decoding, long):
+        scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    for step in range(10):
+        drive(scheduler, decoding)
+        assert decoding.generated == step + 1
+
+
+def test_a_received_prompt_joins_with_its_last_token_alone():
+    scheduler = make_scheduler()
+    request = make_request(0, 9, prefiller=PREFILLER)
+    scheduler.add(request)
+    assert scheduler.admit(can_receive=True) == [request]
+    assert request.state is State.RECEIVING
+    assert len(request.pages) == 3
+    assert scheduler.plan_step() == []
+    scheduler.arrived(request)
+    assert drive(scheduler, request) == [(request, 8, 1)]
+
+
+def test_without_a_slot_a_prompt_to_receive_waits_and_the_queue_keeps_its_order():
+    scheduler = make_scheduler()
+    first, second = make_request(0, 9, prefiller=PREFILLER), make_request(1, 1)
+    scheduler.add(first)
+    scheduler.add(second)
+    assert scheduler.admit(can_receive=False) == []
+    assert list(scheduler.waiting) == [first, second]
+
+
+def test_several_long_prompts_that_together_exceed_the_pool_do_not_hold_parts():
+    scheduler = make_scheduler(pages=8)
+    requests = [make_request(order, 20, prefiller=PREFILLER) for order in range(3)]
+    for request in requests:
+        scheduler.add(request)
+    assert scheduler.admit(can_receive=True) == requests[:1]
+    assert scheduler.admit(can_receive=True) == []
+    assert not requests[1].pages
+    scheduler.arrived(requests[0])
+    while requests[0].state is State.RUNNING:
+        drive(scheduler, requests[0])
+    assert scheduler.admit(can_receive=True) == [requests[1]]
+
+
+def test_a_preempted_request_is_computed_again_and_finishes():
+    scheduler = make_scheduler(pages=6)
+    requests = [make_request(order, 8, prefiller=PREFILLER, max_tokens=8) for order in range(2)]
+    for request in requests:
+        scheduler.add(request)
+        scheduler.admit(can_receive=True)
+        scheduler.arrived(request)
+    for _ in range(100):
+        if all(request.state is State.FINISHED for request in requests):
+            break
+        scheduler.admit(can_receive=True)
+        drive(scheduler, None)
+    assert [request.generated for request in requests] == [8, 8]
+    assert scheduler.preemptions > 0
+    assert scheduler.allocator.free_pages == 6
+
+
+def test_pages_of_a_request_that_ends_during_a_step_are_freed_after_it():
+    scheduler = make_scheduler()
+    request = make_request(0, 5)
+    scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    slices = scheduler.plan_step()
+    scheduler.end(request, State.CANCELLED)
+    assert scheduler.allocator.held_pages == 2
+    scheduler.finish_step(slices)
+    assert scheduler.allocator.held_pages == 0
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_the_answer_unless_ignored(ignore_eos):
+    request = make_request(0, 2)
+    request.sampling = SamplingParams(max_tokens=8, ignore_eos=ignore_eos)
+    assert (request.append(999) is None) is ignore_eos
+
+
+ACTIONS = st.lists(
+    st.tuples(st.sampled_from(["add", "step", "arrive", "cancel"]), st.integers(0, 7), st.integers(1, 24)), max_size=80
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(ACTIONS, st.booleans())
+def test_whatever_happens_pages_add_up_and_everyone_ends(actions, local):
+    scheduler = make_scheduler(pages=10, max_running=4, max_waiting=100)
+    requests = []
+    for action, pick, size in actions:
+        if action == "add":
+            prefiller = None if local or size == 1 else PREFILLER
+            requests.append(make_request(len(requests), size, prefiller=prefiller, max_tokens=pick + 1))
+            scheduler.add(requests[-1])
+        elif action == "arrive" and scheduler.receiving:
+            scheduler.arrived(min(scheduler.receiving, key=lambda r: r.order))
+        elif action == "cancel" and scheduler.requests:
+            alive = list(scheduler.requests)
+            scheduler.end(alive[pick % len(alive)], State.CANCELLED)
+        else:
+            scheduler.admit(can_receive=True)
+            drive(scheduler, None)
+        check(scheduler)
+    for _ in range(2000):
+        if not scheduler.requests:
+            break
+        scheduler.admit(can_receive=True)
+        for request in list(scheduler.receiving):
+            scheduler.arrived(request)
+        drive(scheduler, None)
+    assert not scheduler.requests
+    assert scheduler.allocator.free_pages == 10
+    assert all(request.machine.final for request in requests)
+
+
+def check(scheduler):
+    scheduler.allocator.check()
+    held = [page for request in scheduler.requests for page in request.pages]
+    assert len(held) == len(set(held)) == scheduler.allocator.held_pages
+    for request in scheduler.running:
+        assert len(request.pages) * LAYOUT.page_size >= request.computed

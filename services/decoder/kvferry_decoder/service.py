@@ -51,7 +51,7 @@ class DecoderService:
         )
         self.receiver = Receiver(
             worker.fabric,
-            lambda: worker.fabric.register(worker.pool.buffer),
+            worker.register,
             worker.allocator,
             SlotPool(settings.slots),
         )
@@ -66,6 +66,7 @@ class DecoderService:
 
     def connect(self, post: Post) -> None:
         """Give the channels to prefillers, and listen to the fabric. Before any message is handled."""
+        self._post = post
         self.intake = Intake(
             self._worker,
             self.receiver,
@@ -357,4 +358,5 @@ class DecoderService:
         for task in self._checks:
             task.cancel()
         self._worker.fabric.detach()
+        self._post.close()
         self.receiver.close()

@@ -19,6 +19,7 @@ class Sender:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._region = worker.register()
         self._by_transfer: dict[int, Request] = {}
 
     @property
@@ -61,7 +62,7 @@ class Sender:
             counter=self._worker.counter,
             first_value=first_value,
             layers=order.layout.layers,
-            region=self._worker.region,
+            region=self._region,
             peer=request.peers[piece.destination_rank],
             remote=remote,
             slot=order.slot,
@@ -88,6 +89,10 @@ class Sender:
         """Post nothing more for a request; each of its transfers ends with an event once nothing of it is in flight."""
         for transfer in request.transfers:
             self._worker.fabric.cancel(transfer)
+
+    def close(self) -> None:
+        """Let go of the pool, when nothing is in flight."""
+        self._region.close()
 
 
 __all__ = ["FabricError", "Sender"]

@@ -285,6 +285,7 @@ class PrefillerService:
         for task in self._reports:
             task.cancel()
         self._worker.fabric.detach()
+        self._sender.close()
 
 
 def _sequence(chunk: Chunk) -> SequenceSlice:

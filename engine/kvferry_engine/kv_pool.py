@@ -1,0 +1,108 @@
+"""The memory of a rank's KV cache: one page-aligned allocation that a transfer engine can register."""
+
+import mmap
+from typing import Self, TypeVar
+
+import torch
+from kvferry_proto.layout import KVLayout
+
+from kvferry_engine.config import ModelConfig
+from kvferry_engine.dtypes import torch_dtype
+from kvferry_engine.errors import PageError
+
+T = TypeVar("T")
+
+
+def kv_layout(config: ModelConfig, *, dtype: str, page_size: int, ranks: int = 1) -> KVLayout:
+    """Layout of the KV cache of the model in `config`'s folder; raises ValueError where a number does not fit."""
+    return KVLayout(
+        model=config.fingerprint(),
+        dtype=dtype,
+        layers=config.layers,
+        kv_heads=config.kv_heads,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        ranks=ranks,
+    )
+
+
+def pages_for_bytes(layout: KVLayout, size: int) -> int:
+    """Pages, over all layers, that fit into `size` bytes of one rank."""
+    return size // (layout.page_bytes * layout.layers)
+
+
+class KVPool:
+    """Pages of all layers, shaped [layer][page][kv head][K/V][token][dim], filled with zeros when first touched."""
+
+    def __init__(self, layout: KVLayout, pages: int, *, device: str = "cpu") -> None:
+        if pages < 1:
+            msg = f"a KV pool must have at least one page, got {pages}: give it more memory or smaller pages"
+            raise ValueError(msg)
+        if device != "cpu":
+            msg = f"a KV pool on {device!r} is not supported; supported is cpu"
+            raise ValueError(msg)
+        self.layout = layout
+        self.pages = pages
+        # Anonymous memory: aligned to the machine's page, and resident only where it has been written.
+        self._memory = mmap.mmap(-1, layout.layers * pages * layout.page_bytes)
+        self._buffer: memoryview | None = memoryview(self._memory)
+        shape = (layout.layers, pages, layout.heads_per_rank, 2, layout.page_size, layout.head_dim)
+        self._tensor: torch.Tensor | None = torch.frombuffer(self._memory, dtype=torch_dtype(layout.dtype)).view(shape)
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The pool, [layer][page][kv head][K/V][token][dim]."""
+        return _open(self._tensor)
+
+    @property
+    def buffer(self) -> memoryview:
+        """The pool's bytes, to be registered; the pool owns them and must outlive the registration."""
+        return _open(self._buffer)
+
+    @property
+    def layer_stride(self) -> int:
+        """Bytes from a page to the same page of the next layer."""
+        return self.pages * self.layout.page_bytes
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes from a page to the next one of the same layer."""
+        return self.layout.page_bytes
+
+    def page_offset(self, layer: int, page: int) -> int:
+        """Bytes from the pool's start to a page; raises PageError when there is no such page."""
+        if not (0 <= layer < self.layout.layers and 0 <= page < self.pages):
+            msg = f"page {page} of layer {layer} is outside a pool of {self.pages} pages, {self.layout.layers} layers"
+            raise PageError(msg)
+        return layer * self.layer_stride + page * self.page_stride
+
+    def page(self, layer: int, page: int) -> memoryview:
+        """Bytes of one page of one layer, writable and not copied."""
+        offset = self.page_offset(layer, page)
+        return self.buffer[offset : offset + self.page_stride]
+
+    def close(self) -> None:
+        """Give the memory back; deregister it first. Views that others still hold keep it mapped until they go."""
+        if self._buffer is None:
+            return
+        self._tensor = None
+        buffer, self._buffer = self._buffer, None
+        try:
+            buffer.release()
+            self._memory.close()
+        except BufferError:
+            # A view is alive: unmapping under it would crash, and the mapping goes with the last view anyway.
+            return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open(value: T | None) -> T:
+    if value is None:
+        msg = "the KV pool is closed"
+        raise ValueError(msg)
+    return value

@@ -1,0 +1,19 @@
+"""Models by the architecture name that their config.json gives."""
+
+from kvferry_engine.errors import UnknownArchitecture
+from kvferry_engine.models.base import Model, OnLayer
+from kvferry_engine.models.llama import Llama
+
+ARCHITECTURES: dict[str, type[Model]] = {
+    "LlamaForCausalLM": Llama,
+}
+
+
+def model_class(architecture: str) -> type[Model]:
+    """Return the class for an architecture name; raises UnknownArchitecture."""
+    if architecture not in ARCHITECTURES:
+        raise UnknownArchitecture(architecture, list(ARCHITECTURES))
+    return ARCHITECTURES[architecture]
+
+
+__all__ = ["ARCHITECTURES", "Model", "OnLayer", "model_class"]

@@ -1,0 +1,65 @@
+"""Linear maps, multiplied in whichever of the equivalent ways the processor does fastest.
+
+Measured on CPUs with AVX2: libraries multiply few rows by a large matrix two to three times faster as W x^T than as
+x W^T; one row alone is not spread over the cores; and dtypes of 16 bits have no fast kernel there beyond a row or two,
+so widening the weights, a layer at a time and thus within the cache, is up to eight times faster.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch.nn import functional
+
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x [rows, inputs], W [outputs, inputs] -> x W^T [rows, outputs], dense, in x's dtype."""
+
+FEW_ROWS = 128
+"""Up to here W x^T and a transposition of the result are worth more than x W^T."""
+NARROW_ROWS = 2
+"""Up to here a 16-bit product is bound by reading the weights, of which it reads half the bytes."""
+WIDENED = 1 << 21
+"""Elements of a matrix that are widened at a time, so that they are still in the cache when they are multiplied."""
+FAST_NARROW = {"AVX512"}
+"""CPU capabilities with fast 16-bit matrix products."""
+
+
+class Linear:
+    """y = x W^T + b, W [outputs, inputs]."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self.weight = weight
+        self.bias = bias
+        self._multiply = fastest(weight.dtype, weight.device.type)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Map x [T, inputs] to [T, outputs]."""
+        y = self._multiply(x, self.weight)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def fastest(dtype: torch.dtype, device: str) -> Multiply:
+    """Choose how to multiply by weights of `dtype` on `device`."""
+    if device != "cpu":
+        return functional.linear
+    if dtype == torch.float32:
+        return _wide
+    return functional.linear if torch.backends.cpu.get_cpu_capability() in FAST_NARROW else _narrow
+
+
+def _wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if len(x) > FEW_ROWS:
+        return functional.linear(x, weight)
+    if len(x) == 1:
+        return (weight @ x.repeat(2, 1).t())[:, :1].t().contiguous()
+    return (weight @ x.t()).t().contiguous()
+
+
+def _narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if len(x) <= NARROW_ROWS:
+        return functional.linear(x, weight)
+    y = torch.empty((len(x), len(weight)), dtype=x.dtype)
+    columns = x.float().t()
+    block = max(1, WIDENED // weight.shape[1])
+    for row in range(0, len(weight), block):
+        y[:, row : row + block] = (weight[row : row + block].float() @ columns).t()
+    return y

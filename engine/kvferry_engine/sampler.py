@@ -1,0 +1,184 @@
+"""Sampling: one token per row of logits, the same for a request in whatever batch, and wherever, it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+MAX_LOGPROBS = 20
+GREEDY_BELOW = 1e-5
+"""Temperatures under this are greedy: dividing by them would overflow float32."""
+CANDIDATES = 1024
+"""Tokens looked at first for top_p; nearly always they hold its mass, and a whole sort costs ten times as much."""
+BROKEN = -1
+"""Token of a row whose largest logit is not a finite number."""
+
+
+@dataclass(frozen=True)
+class SamplingRow:
+    """How one sequence samples its next token."""
+
+    temperature: float = 0.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Keep the k most likely tokens (and any that tie with the last of them); 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the most likely tokens whose probabilities first reach this sum; 1 keeps all."""
+    seed: int = 0
+    position: int = 0
+    """Position of the token to be sampled in its sequence: with the seed, it names the row's random number."""
+    logprobs: int | None = None
+    """None for no log-probabilities, else how many of the most likely tokens to report beside the chosen one."""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "temperature": 0 <= self.temperature < float("inf"),
+            "top_k": self.top_k >= 0,
+            "top_p": 0 < self.top_p <= 1,
+            "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
+        }
+        for name, good in limits.items():
+            if not good:
+                msg = f"{name} {getattr(self, name)} is out of range"
+                raise ValueError(msg)
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the row takes the most likely token, without a random number."""
+        return self.temperature < GREEDY_BELOW
+
+
+@dataclass(frozen=True)
+class SamplingBatch:
+    """Rows of one step, as arrays over the rows that draw a random number."""
+
+    rows: tuple[SamplingRow, ...]
+    drawn: torch.Tensor
+    """Indices of the rows that are not greedy, int64 [R]."""
+    temperature: torch.Tensor
+    """float32 [R, 1]."""
+    top_k: torch.Tensor
+    """int64 [R]; the vocabulary is the limit."""
+    top_p: torch.Tensor
+    """float64 [R]."""
+    uniform: torch.Tensor
+    """Random numbers in [0, 1), float64 [R]."""
+
+    @classmethod
+    def build(cls, rows: Sequence[SamplingRow]) -> "SamplingBatch":
+        """Gather the rows of a step, in the order of its logits."""
+        drawn = [index for index, row in enumerate(rows) if not row.greedy]
+        chosen = [rows[index] for index in drawn]
+        return cls(
+            rows=tuple(rows),
+            drawn=torch.tensor(drawn, dtype=torch.int64),
+            temperature=torch.tensor([[row.temperature] for row in chosen], dtype=torch.float32),
+            top_k=torch.tensor([row.top_k for row in chosen], dtype=torch.int64),
+            top_p=torch.tensor([row.top_p for row in chosen], dtype=torch.float64),
+            uniform=torch.from_numpy(uniform_numbers([row.seed for row in chosen], [row.position for row in chosen])),
+        )
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probabilities under the model itself: temperature, top_k and top_p leave them alone."""
+
+    chosen: float
+    top: list[tuple[int, float]]
+    """Most likely tokens, most likely first."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What a step's rows drew."""
+
+    tokens: torch.Tensor
+    """int64 [B] on the host; BROKEN (-1) where the logits are not numbers: the caller fails that request alone."""
+    logprobs: list[TokenLogprobs | None]
+    """One entry per row; None for rows that did not ask, or are broken."""
+
+
+def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
+    """Draw one token per row of float32 `logits` [B, V]; raises ValueError unless B is the batch's."""
+    if len(logits) != len(batch.rows):
+        msg = f"{len(logits)} rows of logits for {len(batch.rows)} sampling rows"
+        raise ValueError(msg)
+    with torch.inference_mode():
+        best, tokens = logits.max(dim=-1)
+        if len(batch.drawn):
+            rows = logits if len(batch.drawn) == len(logits) else logits[batch.drawn]
+            tokens[batch.drawn] = _draw(rows, batch)
+        tokens.masked_fill_(~best.isfinite(), BROKEN)
+        return Sampled(tokens=tokens.cpu(), logprobs=_logprobs(logits, tokens.tolist(), batch.rows))
+
+
+def uniform_numbers(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float64]:
+    """Uniform numbers in [0, 1), one for each pair of seed and position: a hash, so nothing has to be carried along."""
+    keys = np.array([seed & 0xFFFF_FFFF_FFFF_FFFF for seed in seeds], dtype=np.uint64)
+    counters = np.array([position & 0xFFFF_FFFF_FFFF_FFFF for position in positions], dtype=np.uint64)
+    mixed = _mix(_mix(keys) + counters)
+    # A double has 53 bits: more would round up to 1.
+    return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """One step of splitmix64."""
+    z = state + np.uint64(0x9E37_79B9_7F4A_7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D0_49BB_1331_11EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def _draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Walk each row's distribution in the order of the vocabulary up to its random number; int64 [R]."""
+    probabilities = (logits / batch.temperature).softmax(dim=-1)
+    limited = ((batch.top_k > 0) & (batch.top_k < logits.shape[-1])) | (batch.top_p < 1)
+    if limited.any():
+        probabilities = probabilities.masked_fill_(probabilities < _thresholds(probabilities, batch), 0)
+    reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    total = reached[:, -1:]
+    # Below the total even after rounding, and landing strictly beyond it: never on a token of probability 0.
+    target = torch.minimum(batch.uniform.unsqueeze(-1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(reached, target, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
+
+
+def _thresholds(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    """Least probability that each row keeps, [R, 1]. A threshold, not a rank: ties do not depend on a sort's order."""
+    vocabulary = probabilities.shape[-1]
+    top_k = torch.where(batch.top_k > 0, batch.top_k, vocabulary).clamp_(max=vocabulary)
+    looked_at = min(vocabulary, max(CANDIDATES, int(torch.where(top_k < vocabulary, top_k, 0).max())))
+    thresholds, found = _thresholds_among(probabilities, top_k, batch.top_p, looked_at)
+    if not found:
+        thresholds, _ = _thresholds_among(probabilities, top_k, batch.top_p, vocabulary)
+    return thresholds
+
+
+def _thresholds_among(
+    probabilities: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, looked_at: int
+) -> tuple[torch.Tensor, bool]:
+    """Thresholds from the `looked_at` largest probabilities, and whether those were enough."""
+    largest = probabilities.topk(looked_at, dim=-1).values
+    by_rank = largest.gather(-1, (top_k.clamp(max=looked_at) - 1).unsqueeze(-1))
+    by_rank = torch.where((top_k == probabilities.shape[-1]).unsqueeze(-1), 0, by_rank)
+    kept = torch.where(probabilities >= by_rank, probabilities, 0).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    reached = largest.cumsum(dim=-1, dtype=torch.float64) >= kept * top_p.unsqueeze(-1)
+    rank = reached.int().argmax(dim=-1, keepdim=True)
+    by_mass = torch.where(top_p.unsqueeze(-1) < 1, largest.gather(-1, rank), 0)
+    enough = reached.any(dim=-1) | (top_p >= 1) | (looked_at == probabilities.shape[-1])
+    return torch.maximum(by_rank, by_mass), bool(enough.all())
+
+
+def _logprobs(logits: torch.Tensor, tokens: list[int], rows: Sequence[SamplingRow]) -> list[TokenLogprobs | None]:
+    asked = [index for index, row in enumerate(rows) if row.logprobs is not None and tokens[index] != BROKEN]
+    result: list[TokenLogprobs | None] = [None] * len(rows)
+    if not asked:
+        return result
+    values = logits[asked].log_softmax(dim=-1)
+    chosen = values.gather(-1, torch.tensor([[tokens[index]] for index in asked], device=values.device)).squeeze(-1)
+    top = values.topk(min(values.shape[-1], max(rows[index].logprobs or 0 for index in asked)), dim=-1)
+    for index, value, ids, best in zip(asked, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True):
+        pairs = list(zip(ids, best, strict=True))[: rows[index].logprobs]
+        result[index] = TokenLogprobs(chosen=value, top=pairs)
+    return result

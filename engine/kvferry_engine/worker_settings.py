@@ -1,0 +1,50 @@
+"""Settings that prefillers and decoders share: the model, its cache, the fabric."""
+
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from kvferry_node.settings import Bytes, NodeSettings, Seconds, help_text
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
+
+
+class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
+    """Settings of every node that runs the model."""
+
+    model: Annotated[str, help_text("Folder of the model: config.json, *.safetensors, as Hugging Face lays it out.")]
+    served_model_name: Annotated[str, help_text("Name that clients ask for. Empty: the folder's name.")] = ""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], help_text("Of the weights as they are computed with, and of the KV cache.")
+    ] = "bfloat16"
+    page_size: Annotated[
+        int, msgspec.Meta(ge=1, le=1024), help_text("Tokens in a KV page; the same on all nodes of a cluster.")
+    ] = 16
+    kv_memory: Annotated[Bytes, help_text("Memory for KV pages.")] = 1 << 30
+    provider: Annotated[
+        Literal["auto", "efa", "verbs", "tcp", "net", "shm"], help_text("libfabric provider that carries KV pages.")
+    ] = "auto"
+    fabric_host: Annotated[
+        str, help_text("Address that the fabric's endpoint binds to, for providers over IP. Empty: --host.")
+    ] = ""
+    verify_kv: Annotated[
+        bool, help_text("Compare the checksum of every page sent with its source; a difference fails the request.")
+    ] = False
+    max_waiting: Annotated[Count, help_text("Requests that may wait here; more are refused.")] = 256
+    threads: Annotated[
+        int, msgspec.Meta(ge=0, le=1024), help_text("CPU threads of the forward pass; 0 takes one per core.")
+    ] = 0
+    idle_check_seconds: Annotated[
+        Seconds, help_text("How often an idle node proves that it holds no page, slot or transfer.")
+    ] = 5.0
+
+    @property
+    def model_name(self) -> str:
+        """Name under which the model is served."""
+        return self.served_model_name or Path(self.model).resolve().name
+
+    @property
+    def cpu_threads(self) -> int:
+        """Threads that the forward pass takes."""
+        return self.threads or len(os.sched_getaffinity(0))

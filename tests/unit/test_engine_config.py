@@ -1,0 +1,142 @@
+import json
+
+import pytest
+import torch
+from kvferry_engine.config import ModelConfig, RopeConfig
+from kvferry_engine.errors import ModelError
+from safetensors.torch import save_file
+
+BASE = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 128,
+}
+STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+def folder_of(path, weights=None, generation=None, **fields):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**BASE, **fields}))
+    if generation is not None:
+        (path / "generation_config.json").write_text(json.dumps(generation))
+    if weights is not None:
+        save_file(weights, path / "model.safetensors")
+    return path
+
+
+def test_old_and_new_spelling_mean_the_same():
+    old = ModelConfig.from_dict(
+        {**BASE, "torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **STRETCH}}
+    )
+    new = ModelConfig.from_dict(
+        {**BASE, "dtype": "bfloat16", "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **STRETCH}}
+    )
+    oldest = ModelConfig.from_dict(
+        {**BASE, "torch_dtype": "bfloat16", "rope_theta": 5e5, "rope_scaling": {"type": "llama3", **STRETCH}}
+    )
+    assert old == new == oldest
+    assert new.rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 32)
+    assert new.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
+def test_plain_rope(rope):
+    assert ModelConfig.from_dict({**BASE, **rope}).rope == RopeConfig(theta=10_000.0)
+
+
+def test_absent_fields_follow_from_others():
+    raw = {name: value for name, value in BASE.items() if name != "num_key_value_heads"}
+    config = ModelConfig.from_dict({**raw, "head_dim": None})
+    assert (config.kv_heads, config.head_dim, config.tie_word_embeddings) == (4, 8, False)
+
+
+@pytest.mark.parametrize(("value", "ids"), [(None, ()), (2, (2,)), ([2, 7], (2, 7))])
+def test_stop_tokens(value, ids):
+    assert ModelConfig.from_dict({**BASE, "eos_token_id": value}).eos_token_ids == ids
+
+
+def test_the_generation_config_has_the_last_word(tmp_path):
+    folder = folder_of(
+        tmp_path / "m", generation={"eos_token_id": [5, 6], "bos_token_id": None}, eos_token_id=2, bos_token_id=1
+    )
+    config = ModelConfig.from_folder(folder)
+    assert (config.eos_token_ids, config.bos_token_id) == ((5, 6), 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"architectures": []}, "architectures"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1"),
+        ({"hidden_size": "many"}, "many"),
+    ],
+)
+def test_a_configuration_that_cannot_be_served_says_why(tmp_path, fields, what):
+    folder = folder_of(tmp_path / "m", **fields)
+    with pytest.raises(ModelError, match=what) as caught:
+        ModelConfig.from_folder(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_missing_field_is_named(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ModelError, match="'num_attention_heads' is missing"):
+        ModelConfig.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]"])
+def test_what_is_not_a_model_folder_is_refused(tmp_path, content):
+    if content:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=r"config\.json"):
+        ModelConfig.from_folder(tmp_path)
+
+
+def fingerprint(path, seed=0, **fields):
+    weights = {"a": torch.randn(40, 40, generator=torch.Generator().manual_seed(seed))}
+    return ModelConfig.from_folder(folder_of(path, weights, **fields)).fingerprint()
+
+
+def test_the_fingerprint_is_the_models_not_the_folders(tmp_path):
+    assert fingerprint(tmp_path / "a") == fingerprint(tmp_path / "b")
+
+
+def test_the_fingerprint_tells_configurations_and_weights_of_one_shape_apart(tmp_path):
+    prints = [
+        fingerprint(tmp_path / "a"),
+        fingerprint(tmp_path / "b", rms_norm_eps=1e-6),
+        fingerprint(tmp_path / "c", seed=1),
+    ]
+    assert len(set(prints)) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64])
+def test_weights_that_are_no_safetensors_have_no_fingerprint(tmp_path, content):
+    folder = folder_of(tmp_path / "m")
+    (folder / "model.safetensors").write_bytes(content)
+    with pytest.raises(ModelError, match="cut short"):
+        ModelConfig.from_folder(folder).fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("index", "what"),
+    [
+        ({"weight_map": {"a": "../elsewhere.safetensors"}}, "outside its folder"),
+        ({"weight_map": {"a": "model-1.safetensors"}}, "lacks model-1.safetensors"),
+        ({}, "not a safetensors index"),
+    ],
+)
+def test_an_index_names_files_of_its_folder(tmp_path, index, what):
+    folder = folder_of(tmp_path / "m")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=what):
+        ModelConfig.from_folder(folder).fingerprint()

@@ -1,0 +1,47 @@
+# make serve            a real model, served; ONESHOT=1 ends after the first answer; ARGS="--decoders 3" for kvferry up
+# make test             linters, types and all tests; PYTEST="-k shards" for pytest
+# make check            linters and types alone
+# make bench            what can be measured, and how
+# make clean            remove what was built; the environment too with `make distclean`
+#
+# TORCH="torch==2.13.0" chooses another build of PyTorch, PYTHON=python3.12 another interpreter.
+
+.PHONY: help serve test check bench setup setup-serve clean distclean
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+ONESHOT ?=
+ARGS ?=
+PYTEST ?=
+export TORCH PYTHON
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+setup-serve:
+	@bash scripts/setup.sh serve
+
+setup:
+	@bash scripts/setup.sh test
+
+serve: setup-serve
+	@exec $(BIN)/python -m kvferry.cli up $(if $(filter-out 0,$(ONESHOT)),--oneshot,--demo) $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: check
+	@$(BIN)/python -m pytest $(PYTEST)
+
+bench:
+	@bash scripts/list_benches.sh
+
+clean:
+	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c
+	find . -path ./.venv -prune -o \( -name '*.egg-info' -o -name __pycache__ \) -type d -print | xargs -r rm -rf
+	find fabric -name '*.so' -delete
+
+distclean: clean
+	rm -rf .venv

@@ -1,0 +1,5 @@
+"""`python -m kvferry.cli` is `kvferry`."""
+
+from kvferry.cli import main
+
+main()

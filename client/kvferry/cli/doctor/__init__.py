@@ -1,0 +1,1 @@
+"""`kvferry doctor`: what this machine has, what it lacks, and what to do about it."""

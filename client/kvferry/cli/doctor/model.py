@@ -1,0 +1,49 @@
+"""Check of a model folder: is everything there that a node reads."""
+
+from pathlib import Path
+
+import orjson
+
+from kvferry.cli.doctor.finding import Finding, fail, ok, warn
+
+NEEDED = ("config.json", "tokenizer.json")
+INDEX = "model.safetensors.index.json"
+
+
+def model(folder: Path | None) -> Finding:
+    """A folder in Hugging Face form; None: the default model, which is made when needed."""
+    if folder is None:
+        return ok("model", "the default model, prepared on first use (kvferry model does it now)")
+    if not folder.is_dir():
+        return fail("model", f"{folder} is no folder", "give --model the folder that holds config.json")
+    lacking = [name for name in NEEDED if not (folder / name).is_file()] + _lacking_weights(folder)
+    if lacking:
+        return fail("model", f"{folder} lacks {', '.join(lacking)}", "copy the whole folder, weights included")
+    try:
+        config = orjson.loads((folder / "config.json").read_bytes())
+        architecture = ", ".join(config["architectures"])
+    except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+        return fail("model", f"{folder / 'config.json'} can't be read: {error!r}", "copy it again")
+    if not _has_template(folder):
+        return warn("model", f"{folder}: {architecture}, no chat template", "chat requests will be refused")
+    return ok("model", f"{folder}: {architecture}")
+
+
+def _lacking_weights(folder: Path) -> list[str]:
+    index = folder / INDEX
+    if not index.is_file():
+        return [] if list(folder.glob("*.safetensors")) else ["model.safetensors"]
+    try:
+        names = sorted(set(orjson.loads(index.read_bytes())["weight_map"].values()))
+    except (orjson.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return [f"a readable {INDEX}"]
+    return [name for name in names if not (folder / name).is_file()]
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        return "chat_template" in orjson.loads((folder / "tokenizer_config.json").read_bytes())
+    except (OSError, orjson.JSONDecodeError):
+        return False

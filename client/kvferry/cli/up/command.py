@@ -1,0 +1,103 @@
+"""The options of `kvferry up`."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from kvferry.cli.model import prepare
+from kvferry.cli.up.demo import PROMPT
+from kvferry.cli.up.plan import ROLES, ClusterOptions
+from kvferry.cli.up.run import RunOptions, run
+
+READY_SECONDS = 180.0
+DRAIN_SECONDS = 10.0
+ENV_PREFIX = "KVFERRY_UP"
+
+
+def _log_dir(port: int) -> Path:
+    """Logs stay after the end, so they do not belong into a temporary folder; one folder per port, made anew."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "kvferry" / "logs" / str(port)
+
+
+@click.command(context_settings={"auto_envvar_prefix": ENV_PREFIX, "show_default": True})
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Model folder in Hugging Face form. Without it the default model is prepared and used.",
+)
+@click.option("--prefillers", type=click.IntRange(min=0), default=1, help="How many prefillers.")
+@click.option("--decoders", type=click.IntRange(min=1), default=2, help="How many decoders.")
+@click.option("--host", default="127.0.0.1", help="Address to serve at. Keep it private: there is no authentication.")
+@click.option("--port", type=click.IntRange(1, 65535), default=8000, help="Port of the OpenAI HTTP API.")
+@click.option("--zmq-port", type=click.IntRange(1, 65535), default=5555, help="Port of the ZeroMQ API.")
+@click.option(
+    "--provider",
+    type=click.Choice(["auto", "tcp", "net", "shm", "verbs", "efa"]),
+    default="auto",
+    help="libfabric provider that carries the KV cache.",
+)
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of weights and KV cache.")
+@click.option("--page-size", type=click.IntRange(min=1), default=16, help="Tokens in a KV page.")
+@click.option("--chunk-size", type=click.IntRange(min=1), default=512, help="Most tokens of one prefill pass.")
+@click.option("--kv-memory", default="1GiB", metavar="SIZE", help="KV cache of each prefiller and decoder.")
+@click.option(
+    "--local-prefill-tokens",
+    type=click.IntRange(min=0),
+    default=None,
+    help="Prompts with at most so many tokens are prefilled by the decoder itself. [default: the decoder's own]",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=0),
+    default=None,
+    help="CPU threads of each prefiller's and decoder's forward pass. [default: the services' own]",
+)
+@click.option("--served-model-name", default=None, help="Name that clients ask for. [default: the folder's name]")
+@click.option("--verify-kv", is_flag=True, help="Compare checksums of every KV page, source against destination.")
+@click.option(
+    "--log-level",
+    type=click.Choice(["debug", "info", "warning", "error"]),
+    default="info",
+    help="Least severity that the services log.",
+)
+@click.option(
+    "--log-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=None,
+    help="Folder for a log file per process. [default: ~/.local/state/kvferry/logs/PORT]",
+)
+@click.option("--ready-seconds", type=float, default=READY_SECONDS, help="How long the cluster may take to come up.")
+@click.option("--drain-seconds", type=float, default=DRAIN_SECONDS, help="How long running requests may take to end.")
+@click.option("--namespace", default=None, help="Prefix of Redis keys, where several clusters share one Redis.")
+@click.option("--demo", is_flag=True, help="Send one chat completion when all is ready, and show its time line.")
+@click.option("--oneshot", is_flag=True, help="Like --demo, and end after the answer: status 0 if it came.")
+@click.option("--prompt", default=PROMPT, show_default="a passage and a question", help="What --demo asks.")
+@click.option("--router-arg", multiple=True, metavar="ARG", help="Passed to the router as it is; may be repeated.")
+@click.option("--prefiller-arg", multiple=True, metavar="ARG", help="Passed to every prefiller; may be repeated.")
+@click.option("--decoder-arg", multiple=True, metavar="ARG", help="Passed to every decoder; may be repeated.")
+@click.option("--fault-router", default=None, metavar="NAME=N,...", help="For tests: faults that the router injects.")
+@click.option("--fault-prefiller", default=None, metavar="NAME=N,...", help="For tests: faults of every prefiller.")
+@click.option("--fault-decoder", default=None, metavar="NAME=N,...", help="For tests: faults of every decoder.")
+@click.pass_context
+def command(ctx: click.Context, /, **given: object) -> None:
+    """Start a whole cluster on this machine, and keep it up until Ctrl-C.
+
+    A router, prefillers and decoders run as child processes, with a Redis of their own on a private socket, or with
+    the one that REDIS_URL names. A process that dies is started again. Ctrl-C drains: requests that run may end,
+    and no process stays behind; a second Ctrl-C does not wait.
+
+    Environment variables: KVFERRY_UP_<OPTION> for every option, REDIS_URL.
+    """
+    console = Console(highlight=False)
+    model = given.pop("model") or prepare(None, console)
+    extra = {role: list(given.pop(f"{role}_arg")) for role in ROLES}  # type: ignore[call-overload]  # a tuple of texts
+    faults = {role: str(fault) for role in ROLES if (fault := given.pop(f"fault_{role}"))}
+    running = {name: given.pop(name) for name in ("demo", "oneshot", "prompt", "ready_seconds")}
+    log_dir = given.pop("log_dir") or _log_dir(int(str(given["port"])))
+    cluster = ClusterOptions(model=model, extra=extra, faults=faults, **given)  # type: ignore[arg-type]  # click checked
+    options = RunOptions(cluster=cluster, log_dir=log_dir, **running)  # type: ignore[arg-type]
+    ctx.exit(asyncio.run(run(options, console)))

@@ -1,0 +1,121 @@
+"""The children of a cluster: their command lines, in one place."""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from kvferry.cli.up.spec import ChildSpec, Probe, Stage
+
+PROBE_TIMEOUT = 2.0
+GRACE_EXTRA = 5.0
+"""Seconds beyond the drain that a service has to leave in."""
+ROLES = ("router", "prefiller", "decoder")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterOptions:
+    """What `kvferry up` was asked for. None leaves a choice to the service's own default."""
+
+    model: Path
+    prefillers: int = 1
+    decoders: int = 2
+    host: str = "127.0.0.1"
+    port: int = 8000
+    zmq_port: int = 5555
+    provider: str = "auto"
+    dtype: str | None = None
+    page_size: int | None = None
+    chunk_size: int | None = None
+    kv_memory: str | None = None
+    local_prefill_tokens: int | None = None
+    verify_kv: bool = False
+    log_level: str = "info"
+    drain_seconds: float = 30.0
+    namespace: str | None = None
+    served_model_name: str | None = None
+    threads: int | None = None
+    faults: dict[str, str] = field(default_factory=dict)
+    """Role -> faults to inject."""
+    extra: dict[str, list[str]] = field(default_factory=dict)
+    """Role -> further arguments, as they are."""
+
+    @property
+    def base_url(self) -> str:
+        """Where the router's HTTP front is."""
+        return http_url(self.host, self.port)
+
+
+COMMON = ("model", "served_model_name", "host", "log_level", "drain_seconds", "namespace")
+WORKER = ("provider", "dtype", "page_size", "kv_memory", "threads")
+OWN: dict[str, tuple[str, ...]] = {
+    "router": ("zmq_port",),
+    "prefiller": (*WORKER, "chunk_size"),
+    "decoder": (*WORKER, "local_prefill_tokens", "verify_kv"),
+}
+"""Options that each role takes; the flags have the same names."""
+
+
+def service_specs(
+    options: ClusterOptions, redis_url: str, ports: list[int], client: httpx.AsyncClient
+) -> list[ChildSpec]:
+    """Return one child per service; `ports` has an HTTP port for each prefiller, then for each decoder."""
+    workers = [("prefiller", number) for number in range(1, options.prefillers + 1)]
+    workers += [("decoder", number) for number in range(1, options.decoders + 1)]
+    places = [("router", "router", options.port)]
+    places += [(f"{role}-{number}", role, port) for (role, number), port in zip(workers, ports, strict=True)]
+    return [
+        ChildSpec(
+            name=name,
+            stage=Stage[role.upper()],
+            argv=[sys.executable, "-m", f"kvferry_{role}", *command_line(options, role, name, port)],
+            # Not a flag: a URL may hold a password, and command lines are for all to read.
+            env={"KVFERRY_REDIS_URL": redis_url, "PYTHONUNBUFFERED": "1"},
+            probe=http_probe(f"{http_url(options.host, port)}/ready", client),
+            grace=options.drain_seconds + GRACE_EXTRA,
+        )
+        for name, role, port in places
+    ]
+
+
+def command_line(options: ClusterOptions, role: str, name: str, http_port: int) -> list[str]:
+    """Return the flags of one service."""
+    argv = ["--node-id", name, "--http-port", str(http_port)]
+    for option in (*COMMON, *OWN[role]):
+        value = getattr(options, option)
+        flag = f"--{option.replace('_', '-')}"
+        if isinstance(value, bool):
+            argv += [flag] if value else []
+        elif value is not None:
+            argv += [flag, str(value)]
+    if role in options.faults:
+        argv += ["--fault", options.faults[role]]
+    return argv + options.extra.get(role, [])
+
+
+def http_url(host: str, port: int) -> str:
+    """Return the URL at which a server bound to `host` is reached from this machine."""
+    reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)  # noqa: S104
+    return f"http://{reached}:{port}"
+
+
+def http_probe(url: str, client: httpx.AsyncClient) -> Probe:
+    """Ask a service's /ready."""
+
+    async def probe() -> str | None:
+        try:
+            # No connection may stay open: a server that drains would wait for it.
+            answer = await client.get(url, timeout=PROBE_TIMEOUT, headers={"Connection": "close"})
+        except httpx.HTTPError as error:
+            return f"{url}: {error or type(error).__name__}"
+        return None if answer.is_success else _reason(answer)
+
+    return probe
+
+
+def _reason(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["reason"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.url} answers {answer.status_code}"

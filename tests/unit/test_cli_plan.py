@@ -1,0 +1,152 @@
+"""What `kvferry up` starts: command lines, ports, folders."""
+
+import importlib
+import importlib.util
+import socket
+import sys
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+from kvferry.cli.up.plan import ClusterOptions, command_line, http_probe, http_url, service_specs
+from kvferry.cli.up.ports import is_free, pick
+from kvferry.cli.up.redis import ping, redis_spec, socket_url
+from kvferry.cli.up.run import plan
+from kvferry.cli.up.spec import Stage
+from kvferry.cli.up.supervisor import Supervisor
+from kvferry.cli.up.workspace import sweep, workspace
+
+OPTIONS = ClusterOptions(
+    model=Path("/m"),
+    prefillers=2,
+    decoders=3,
+    dtype="float32",
+    page_size=16,
+    chunk_size=256,
+    kv_memory="64MiB",
+    local_prefill_tokens=8,
+    verify_kv=True,
+    threads=1,
+    namespace="mine",
+    served_model_name="small",
+    faults={"prefiller": "delay-write-ms=5"},
+    extra={"decoder": ["--max-running", "4"]},
+)
+
+
+@pytest.fixture
+def nowhere(monkeypatch):
+    for name in ("REDIS_URL", "KVFERRY_REDIS_URL"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("role", ["router", "prefiller", "decoder"])
+def test_every_flag_is_one_that_the_service_knows(role):
+    if importlib.util.find_spec(f"kvferry_{role}.cli") is None:
+        pytest.skip(f"kvferry_{role} has no command yet")
+    command = importlib.import_module(f"kvferry_{role}.cli").command
+    flags = command.make_context(role, command_line(OPTIONS, role, f"{role}-1", 9000)).params
+    assert (flags["node_id"], flags["http_port"], flags["model"]) == (f"{role}-1", "9000", "/m")
+    assert flags["namespace"] == "mine"
+    if role == "router":
+        assert flags["zmq_port"] == "5555"
+    else:
+        assert (flags["dtype"], flags["page_size"], flags["kv_memory"]) == ("float32", "16", "64MiB")
+    assert flags["fault"] == ("delay-write-ms=5" if role == "prefiller" else None)
+
+
+def test_there_is_a_child_per_service_and_the_redis_url_is_no_argument():
+    specs = service_specs(OPTIONS, "redis://:secret@h/0", [1, 2, 3, 4, 5], httpx.AsyncClient(verify=False))
+    assert [spec.name for spec in specs] == [
+        "router", "prefiller-1", "prefiller-2", "decoder-1", "decoder-2", "decoder-3"
+    ]  # fmt: skip
+    assert [spec.stage for spec in specs[:4]] == [Stage.ROUTER, Stage.PREFILLER, Stage.PREFILLER, Stage.DECODER]
+    assert all(spec.argv[:3] == [sys.executable, "-m", f"kvferry_{spec.stage.name.lower()}"] for spec in specs)
+    assert all("secret" not in " ".join(spec.argv) for spec in specs)
+    assert all(spec.env["KVFERRY_REDIS_URL"] == "redis://:secret@h/0" for spec in specs)
+    assert all(spec.grace > OPTIONS.drain_seconds for spec in specs)
+
+
+async def test_a_redis_of_our_own_comes_first_unless_one_is_named(tmp_path, nowhere, monkeypatch):
+    port, zmq_port = pick("127.0.0.1", 2)
+    options = ClusterOptions(model=tmp_path, port=port, zmq_port=zmq_port)
+    async with httpx.AsyncClient(verify=False) as client:
+        specs = plan(options, tmp_path, client)
+        assert specs[0].name == "redis"
+        assert specs[1].env["KVFERRY_REDIS_URL"] == f"unix://{tmp_path}/redis.sock"
+        monkeypatch.setenv("REDIS_URL", "redis://elsewhere:6379/0")
+        specs = plan(options, tmp_path, client)
+    assert [spec.name for spec in specs] == ["router", "prefiller-1", "decoder-1", "decoder-2"]
+    assert specs[0].env["KVFERRY_REDIS_URL"] == "redis://elsewhere:6379/0"
+
+
+async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, nowhere):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        options = ClusterOptions(model=tmp_path, port=port)
+        async with httpx.AsyncClient(verify=False) as client:
+            with pytest.raises(click.ClickException, match=f"port {port} on 127.0.0.1 is in use: .* --port"):
+                plan(options, tmp_path, client)
+        assert not is_free("127.0.0.1", port)
+
+
+def test_picked_ports_are_free_and_different():
+    ports = pick("127.0.0.1", 20)
+    assert len(set(ports)) == 20
+    assert all(is_free("127.0.0.1", port) for port in ports)
+
+
+async def test_the_private_redis_runs_and_leaves_nothing(tmp_path):
+    with workspace(tmp_path) as folder:
+        supervisor = Supervisor([redis_spec(folder)], tmp_path, lambda *_: None)
+        try:
+            await supervisor.start(20)
+            assert await ping(folder / "redis.sock") is None
+            assert socket_url(folder) == f"unix://{folder}/redis.sock"
+            assert (folder / "redis.sock").stat().st_mode & 0o077 == 0
+        finally:
+            await supervisor.stop()
+        assert "no answer" in await ping(folder / "redis.sock")
+    assert not list(tmp_path.glob("kvferry-up-*"))
+
+
+def test_a_folder_whose_name_is_too_long_for_a_socket_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="TMPDIR"):
+        redis_spec(tmp_path / ("x" * 120))
+
+
+def test_folders_of_the_living_stay_and_of_the_dead_go(tmp_path):
+    dead = tmp_path / "kvferry-up-dead"
+    dead.mkdir()
+    (dead / "lock").touch()
+    with workspace(tmp_path) as folder:
+        sweep(tmp_path)
+        assert folder.is_dir()
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (httpx.Response(200, json={"status": "ready"}), None),
+        (httpx.Response(503, json={"status": "not ready", "reason": "no decoder has joined"}), "no decoder has joined"),
+        (httpx.Response(502, text="<html>"), "http://x/ready answers 502"),
+    ],
+)
+async def test_readiness_is_asked_over_http(answer, why):
+    async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _request: answer)) as client:
+        assert await http_probe("http://x/ready", client)() == why
+
+
+async def test_nobody_there_is_a_reason_too():
+    async with httpx.AsyncClient(verify=False) as client:
+        assert "http://127.0.0.1:1/ready" in await http_probe("http://127.0.0.1:1/ready", client)()
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:80"), ("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("::1", "http://[::1]:80")],
+)  # fmt: skip
+def test_urls_are_reachable_from_here(host, url):
+    assert http_url(host, 80) == url

@@ -1,0 +1,81 @@
+"""The whole of `kvferry up` around children that are small scripts: demonstration, failure, exit status."""
+
+import asyncio
+import io
+import os
+import signal
+import sys
+
+import psutil
+import pytest
+from kvferry.cli.up.plan import ClusterOptions, http_probe
+from kvferry.cli.up.ports import pick
+from kvferry.cli.up.run import INTERRUPTED, RunOptions, run
+from kvferry.cli.up.spec import ChildSpec, Stage
+from rich.console import Console
+
+ROUTER = """
+import http.server, json, sys
+words, status = sys.argv[2], int(sys.argv[3])
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self, status, body):
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer(200, json.dumps({"data": [{"id": "m"}]}).encode())
+
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        event = {"choices": [{"delta": {"content": words}}]}
+        self.answer(status, b"data: " + json.dumps(event).encode() + b"\\n\\ndata: [DONE]\\n\\n")
+
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def up(tmp_path):
+    (port,) = pick("127.0.0.1", 1)
+    out = io.StringIO()
+
+    async def start(code, *args, **options):
+        def planner(cluster, _folder, client):
+            argv = [sys.executable, "-c", code, str(port), *args]
+            probe = http_probe(f"{cluster.base_url}/ready", client)
+            return [ChildSpec(name="router", stage=Stage.ROUTER, argv=argv, probe=probe, grace=5)]
+
+        cluster = ClusterOptions(model=tmp_path, port=port)
+        settings = RunOptions(cluster=cluster, log_dir=tmp_path / "logs", prompt="?", ready_seconds=20, **options)
+        return await run(settings, Console(file=out, width=120), planner)
+
+    yield start, out
+    assert not psutil.Process().children()
+
+
+async def test_a_oneshot_ends_with_status_0_after_the_answer(up):
+    start, out = up
+    assert await start(ROUTER, "All is well.", "200", oneshot=True) == 0
+    assert "All is well." in out.getvalue()
+
+
+async def test_a_oneshot_whose_answer_fails_ends_with_status_1(up):
+    start, out = up
+    assert await start(ROUTER, "busy", "503", oneshot=True) == 1
+    assert "The request failed" in out.getvalue()
+    assert "503" in out.getvalue()
+
+
+async def test_a_cluster_that_does_not_come_up_shows_the_last_words_and_ends_with_status_1(up):
+    start, out = up
+    assert await start("import sys; sys.exit('no such model [at all]')", oneshot=True) == 1
+    assert "router ended with status 1 while starting" in out.getvalue()
+    assert "no such model [at all]" in out.getvalue()
+
+
+async def test_a_signal_while_starting_ends_it(up):
+    start, _ = up
+    asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGINT)
+    assert await start("import time; time.sleep(60)") == INTERRUPTED

@@ -1,0 +1,72 @@
+"""From the bytes of a body to a checked request."""
+
+import re
+from typing import Any, TypeVar
+
+import msgspec
+import orjson
+
+from kvferry_router.bad_request import BadRequest
+from kvferry_router.openai_types import MAX_STOP_CHARACTERS, MAX_STOPS, UNSUPPORTED, Common
+
+T = TypeVar("T", bound=Common)
+
+_PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_MISSING = re.compile(r"missing required field `(\w+)`")
+
+
+def parse(body: bytes, kind: type[T]) -> T:
+    """Validate `body` as `kind`. Raises BadRequest that names the field, what was expected and what came."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        msg = f"the body is not valid JSON: {error}"
+        raise BadRequest(msg) from None
+    if not isinstance(value, dict):
+        msg = f"the body must be a JSON object, got {_name(value)}"
+        raise BadRequest(msg)
+    _refuse_unsupported(value)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from None
+
+
+def stops(request: Common) -> list[str]:
+    """Return the stop strings. Raises BadRequest."""
+    given = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(given) > MAX_STOPS:
+        msg = f"stop takes at most {MAX_STOPS} strings, got {len(given)}"
+        raise BadRequest(msg, "stop")
+    for stop in given:
+        if not 1 <= len(stop) <= MAX_STOP_CHARACTERS:
+            msg = f"a stop string has 1 to {MAX_STOP_CHARACTERS} characters, got one of {len(stop)}"
+            raise BadRequest(msg, "stop")
+    return given
+
+
+def _refuse_unsupported(value: dict[str, Any]) -> None:
+    for field in value.keys() & UNSUPPORTED.keys():
+        # `True == 1` in Python, but not in JSON.
+        got = value[field]
+        if not any(
+            got == neutral and isinstance(got, bool) == isinstance(neutral, bool) for neutral in UNSUPPORTED[field]
+        ):
+            shown = orjson.dumps(got)[:80].decode(errors="replace")
+            msg = f"{field} is not supported by this server (got {shown}); leave it out"
+            raise BadRequest(msg, field)
+
+
+def _explain(text: str) -> BadRequest:
+    """Turn msgspec's "Expected `int`, got `str` - at `$.max_tokens`" into our words."""
+    if missing := _MISSING.search(text):
+        return BadRequest(f"{missing[1]} is missing", missing[1])
+    if match := _PATH.match(text):
+        return BadRequest(f"{match['path'] or 'body'}: {match['message'].lower()}", match["path"] or None)
+    return BadRequest(text)
+
+
+def _name(value: object) -> str:
+    return {"NoneType": "null", "list": "an array", "str": "a string", "bool": "a boolean"}.get(
+        type(value).__name__, "a number"
+    )

@@ -1,0 +1,122 @@
+"""The bodies that clients send, as far as this router knows them.
+
+Fields of these structs are supported. `UNSUPPORTED` names fields that would change the answer and aren't: anything
+but the values listed there is refused. All other fields (user, metadata, store, ...) are ignored.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from kvferry_proto.sampling import MAX_TOP_LOGPROBS
+
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    """How to stream."""
+
+    include_usage: bool | None = None
+
+
+class Common(msgspec.Struct, frozen=True, kw_only=True):
+    """What both kinds of requests take; None stands for the default, as OpenAI has it."""
+
+    model: str | None = None
+    max_tokens: Positive | None = None
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] | None = None
+    """Extension; 0 and -1 take all."""
+    seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool | None = None
+    """Extension."""
+    return_token_ids: bool | None = None
+    """Extension: token_ids per choice, and prompt_token_ids."""
+    kvferry_timeline: bool | None = None
+    """Extension: the request's time line in the field `kvferry`."""
+
+
+class CompletionRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/completions."""
+
+    prompt: str | list[str | int | list[int]]
+    logprobs: Top | None = None
+
+
+class TextPart(msgspec.Struct, frozen=True):
+    """A part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[TextPart] | None = None
+
+
+class ChatRequest(Common, frozen=True, kw_only=True):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Turn], msgspec.Meta(min_length=1)]
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
+
+
+_NOTHING: tuple[Any, ...] = (None,)
+_OFF: tuple[Any, ...] = (None, False)
+_EMPTY_LIST: tuple[Any, ...] = (None, [])
+_ZERO: tuple[Any, ...] = (None, 0)
+_ONE: tuple[Any, ...] = (None, 1)
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI's
+    "n": _ONE,
+    "best_of": _ONE,
+    "echo": _OFF,
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": _ZERO,
+    "frequency_penalty": _ZERO,
+    "response_format": (None, {"type": "text"}),
+    "tools": _EMPTY_LIST,
+    "tool_choice": (None, "none", "auto"),
+    "functions": _EMPTY_LIST,
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, ["text"]),
+    "audio": _NOTHING,
+    "web_search_options": _NOTHING,
+    "reasoning_effort": (None, "none"),
+    # Extensions of other servers
+    "repetition_penalty": _ONE,
+    "min_p": _ZERO,
+    "min_tokens": _ZERO,
+    "length_penalty": _ONE,
+    "use_beam_search": _OFF,
+    "stop_token_ids": _EMPTY_LIST,
+    "bad_words": _EMPTY_LIST,
+    "prompt_logprobs": _NOTHING,
+    "guided_json": _NOTHING,
+    "guided_regex": _NOTHING,
+    "guided_choice": _NOTHING,
+    "guided_grammar": _NOTHING,
+    "structured_outputs": _NOTHING,
+    "truncate_prompt_tokens": _NOTHING,
+    "skip_special_tokens": (None, True),
+    "include_stop_str_in_output": _OFF,
+    "add_generation_prompt": (None, True),
+    "continue_final_message": _OFF,
+    "chat_template": _NOTHING,
+    "chat_template_kwargs": (None, {}),
+    "documents": _EMPTY_LIST,
+}

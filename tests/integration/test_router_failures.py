@@ -1,0 +1,348 @@
+"""Lost decoders, refusals, cancels, full clusters, deadlines and shutdowns, against scripted decoders."""
+
+import asyncio
+import json
+import random
+
+import pytest
+from kvferry_proto.errors import ErrorCode, Phase, RequestError
+from kvferry_proto.message import Refused, RequestFailed
+from kvferry_proto.to_router import Accepted
+from kvferry_proto.usage import FinishReason
+from kvferry_router.testing import ANSWER, finished, make_model_folder, running_cluster, speak, step, warm_up
+
+pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    warm_up()
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def cluster(redis_server, folder):
+    async with running_cluster(
+        redis_server.url, folder, accept_seconds=0.5, cancel_seconds=0.5, admission_seconds=0.5, admission_queue=2
+    ) as cluster:
+        yield cluster
+
+
+def by_load(cluster, assigned=1):
+    """The decoders that got something, and those that didn't."""
+    used = [decoder for decoder in cluster.decoders if len(decoder.assigned) >= assigned]
+    return used, [decoder for decoder in cluster.decoders if decoder not in used]
+
+
+async def assigned(cluster, eventually):
+    await eventually(lambda: by_load(cluster)[0])
+    return by_load(cluster)[0][0]
+
+
+async def silent(_decoder, _origin, _assign):
+    """Never answer."""
+
+
+def failing(code, node="", message="no"):
+    async def script(_decoder, origin, assign):
+        error = RequestError(code=code, message=message, phase=Phase.PREFILL, node=node)
+        origin.reply(RequestFailed(request_id=assign.request_id, error=error))
+
+    return script
+
+
+# --- another try ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 1, 5, 12])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_lost_decoder_leaves_no_gap_and_no_repeat(cluster, eventually, cut, stream):
+    for node_id in ("d1", "d2"):
+        (await cluster.decoder(node_id)).pause_at = cut
+    options = {"return_token_ids": True, "seed": 7, "prompt": "one two"}
+    call = cluster.events(**options) if stream else cluster.complete(**options)
+    task = asyncio.create_task(call)
+    lost = await assigned(cluster, eventually)
+    for decoder in cluster.decoders:
+        if decoder is not lost:
+            decoder.pause_at = None
+    await asyncio.sleep(0.1)
+    await lost.kill()
+    answer = await task
+    if stream:
+        assert answer[-1] == "[DONE]"
+        choices = [json.loads(event)["choices"][0] for event in answer[:-1]]
+        text = "".join(choice["text"] for choice in choices)
+        ids = [token for choice in choices for token in choice["token_ids"]]
+    else:
+        text, ids = answer["choices"][0]["text"], answer["choices"][0]["token_ids"]
+    assert (text, ids) == (ANSWER, cluster.tokens())
+    other = next(decoder for decoder in cluster.decoders if decoder is not lost)
+    first, second = lost.assigned[0], other.assigned[0]
+    assert second.tokens.tolist() == first.tokens.tolist() + cluster.tokens()[:cut]
+    assert (second.answered, second.sampling.max_tokens, second.sampling.seed) == (cut, 100 - cut, 7)
+    assert first.request_id != second.request_id
+    assert await cluster.metric('kvferry_retries_total{reason="node_lost"}') == 1
+
+
+async def test_a_whole_answer_is_whole_even_if_its_decoder_dies_before_it_says_so(cluster, eventually):
+    async def mute(decoder, origin, assign):
+        origin.reply(Accepted(request_id=assign.request_id))
+        origin.reply(step(assign, decoder.answer))
+        await asyncio.sleep(60)
+
+    lost = await cluster.decoder("d1", mute)
+    task = asyncio.create_task(cluster.complete())
+    await eventually(lambda: lost.assigned)
+    await asyncio.sleep(0.1)
+    await lost.kill()
+    choice = (await task)["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == (ANSWER, "stop")
+
+
+@pytest.mark.parametrize("code", [ErrorCode.OVERLOADED, ErrorCode.TRANSFER_FAILED, ErrorCode.DRAINING])
+async def test_what_another_node_may_do_is_tried_there(cluster, code):
+    scripts = [failing(code), speak]
+
+    async def once(decoder, origin, assign):
+        await (scripts.pop(0) if len(scripts) > 1 else scripts[0])(decoder, origin, assign)
+
+    for node_id in ("d1", "d2"):
+        await cluster.decoder(node_id, once)
+    record = (await cluster.complete(kvferry_timeline=True))["kvferry"]
+    assert record["timeline"]["router"]["attempts"] == 2
+    assert [len(decoder.assigned) for decoder in cluster.decoders] == [1, 1]
+
+
+async def test_the_cause_reaches_the_client_when_nobody_is_left(cluster):
+    for node_id in ("d1", "d2"):
+        await cluster.decoder(node_id, failing(ErrorCode.TRANSFER_FAILED, message="NIC gone"))
+    error = (await cluster.complete(502))["error"]
+    assert (error["message"], error["phase"], error["code"]) == ("NIC gone", "prefill", "transfer_failed")
+    assert error["node"] in ("d1", "d2")
+
+
+async def test_attempts_are_bounded(cluster):
+    for number in range(5):
+        await cluster.decoder(f"d{number}", failing(ErrorCode.TRANSFER_FAILED))
+    await cluster.complete(502)
+    assert sum(len(decoder.assigned) for decoder in cluster.decoders) == 3
+
+
+async def test_an_error_after_the_stream_began_is_an_event(cluster):
+    async def breaking(decoder, origin, assign):
+        origin.reply(Accepted(request_id=assign.request_id))
+        origin.reply(step(assign, decoder.answer[:3]))
+        await failing(ErrorCode.VERIFY_FAILED)(decoder, origin, assign)
+
+    await cluster.decoder("d1", breaking)
+    events = await cluster.events(prompt="one", return_token_ids=True)
+    assert "[DONE]" not in events
+    assert json.loads(events[-1])["error"]["code"] == "verify_failed"
+    assert json.loads(events[0])["choices"][0]["token_ids"] == cluster.tokens()[:3]
+    assert await cluster.metric('kvferry_requests_total{endpoint="completions",status="502"}') == 1
+
+
+async def test_a_decoder_that_does_not_accept_in_time(cluster):
+    await cluster.decoder("d1", silent)
+    error = (await cluster.complete(504))["error"]
+    assert (error["code"], error["phase"], error["node"]) == ("timeout", "assign", "d1")
+    await asyncio.wait_for(cluster.idle(), 5)
+    # It may have been slow only: it is told that nobody waits any more.
+    decoder = cluster.decoders[0]
+    assert decoder.cancelled == [decoder.assigned[0].request_id]
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"), [("stale", "stale_incarnation"), ("json", "internal"), ("size", "internal")]
+)
+@pytest.mark.parametrize("named", [False, True])
+async def test_a_refused_assign_ends_the_attempt_at_once(cluster, reason, code, named):
+    async def refusing(_decoder, origin, assign):
+        origin.reply(Refused(reason=reason, detail="no", about=assign.request_id if named else ""))
+
+    await cluster.decoder("d1", refusing)
+    status = 503 if reason == "stale" else 500
+    error = (await cluster.complete(status))["error"]
+    assert (error["code"], error["node"]) == (code, "d1")
+
+
+@pytest.mark.parametrize("stale", ["accepted", "tokens", "finished"])
+async def test_late_messages_are_counted_and_change_nothing(cluster, stale):
+    async def twice(decoder, origin, assign):
+        ghost = type(assign)(
+            **{name: getattr(assign, name) for name in assign.__struct_fields__} | {"request_id": "old"}
+        )
+        origin.reply(
+            {
+                "accepted": Accepted(request_id="old"),
+                "tokens": step(ghost, [50, 51]),
+                "finished": finished(ghost, 0, FinishReason.STOP),
+            }[stale]
+        )
+        await speak(decoder, origin, assign)
+
+    await cluster.decoder("d1", twice)
+    assert (await cluster.complete())["choices"][0]["text"] == ANSWER
+    assert await cluster.metric("kvferry_late_messages_total") == 1
+
+
+@pytest.mark.parametrize("breach", ["too many", "negative", "lost token", "no logprobs"])
+async def test_a_decoder_that_breaks_the_protocol_is_not_believed(cluster, breach):
+    async def wrong(decoder, origin, assign):
+        origin.reply(Accepted(request_id=assign.request_id))
+        if breach == "too many":
+            origin.reply(step(assign, decoder.answer[:3]))
+        elif breach == "negative":
+            origin.reply(step(assign, [-4]))
+        elif breach == "lost token":
+            origin.reply(step(assign, decoder.answer[:1]))
+            origin.reply(finished(assign, 2, FinishReason.LENGTH))
+        else:
+            message = step(assign, decoder.answer[:1])
+            message.runs[0].logprobs.clear()
+            origin.reply(message)
+
+    await cluster.decoder("d1", wrong)
+    options = {"logprobs": 1} if breach == "no logprobs" else {}
+    error = (await cluster.complete(500, max_tokens=2, **options))["error"]
+    assert (error["code"], error["node"]) == ("internal", "d1")
+
+
+# --- cancels --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cut", [0, 4])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_is_noticed(cluster, eventually, cut, stream):
+    decoder = await cluster.decoder()
+    decoder.pause_at = cut
+    task = asyncio.create_task(cluster.events(prompt="one") if stream else cluster.complete())
+    await eventually(lambda: decoder.assigned)
+    await asyncio.sleep(0.05)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await eventually(lambda: decoder.cancelled == [decoder.assigned[0].request_id])
+    await asyncio.wait_for(cluster.idle(), 5)
+    assert await cluster.metric('kvferry_requests_total{endpoint="completions",status="499"}') == 1
+    assert await cluster.metric("kvferry_cancel_timeouts_total") == 0
+
+
+async def test_a_cancel_that_nobody_confirms_is_let_go(cluster, eventually):
+    decoder = await cluster.decoder()
+    decoder.pause_at, decoder.confirm_cancels = 3, False
+    task = asyncio.create_task(cluster.complete())
+    await eventually(lambda: decoder.assigned)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait_for(cluster.idle(), 5)
+    assert await cluster.metric("kvferry_cancel_timeouts_total") == 1
+
+
+async def test_leaving_while_waiting_for_a_place(cluster):
+    await cluster.decoder("d1", free_pages=0)
+    task = asyncio.create_task(cluster.complete())
+    await cluster.until(lambda state: state["waiting"] == 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait_for(cluster.idle(), 5)
+
+
+# --- full -----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_full_cluster_is_waited_for_and_then_429(cluster):
+    await cluster.decoder("d1", free_pages=0)
+    answer = await cluster.http.post("/v1/completions", json={"prompt": "x"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
+    assert int(answer.headers["retry-after"]) >= 1
+
+
+async def test_a_place_that_comes_free_is_taken(cluster):
+    decoder = await cluster.decoder("d1", free_pages=0)
+    task = asyncio.create_task(cluster.complete())
+    await cluster.until(lambda state: state["waiting"] == 1)
+    decoder.load = type(decoder.load)(free_pages=100)
+    assert (await task)["choices"][0]["text"] == ANSWER
+
+
+async def test_the_line_is_bounded(cluster):
+    await cluster.decoder("d1", free_pages=0)
+    tasks = [asyncio.create_task(cluster.complete(429)) for _ in range(6)]
+    errors = [(await task)["error"]["message"] for task in tasks]
+    assert sum("wait already" in message for message in errors) == 4
+
+
+async def test_requests_in_flight_are_bounded(redis_server, folder):
+    async with running_cluster(redis_server.url, folder, max_inflight=2) as cluster:
+        decoder = await cluster.decoder()
+        decoder.pause_at = 1
+        tasks = [asyncio.create_task(cluster.complete()) for _ in range(2)]
+        await cluster.until(lambda state: state["requests"] == 2)
+        assert "under way" in (await cluster.complete(429))["error"]["message"]
+        decoder.go.set()
+        await asyncio.gather(*tasks)
+        await cluster.complete()
+
+
+async def test_a_deadline_ends_a_request(redis_server, folder):
+    async with running_cluster(redis_server.url, folder, request_seconds=0.4) as cluster:
+        decoder = await cluster.decoder()
+        decoder.pause_at = 2
+        error = (await cluster.complete(504))["error"]
+        assert (error["code"], error["phase"]) == ("timeout", "decode")
+        await asyncio.wait_for(cluster.idle(), 5)
+        assert decoder.cancelled
+
+
+# --- the end --------------------------------------------------------------------------------------------------------
+
+
+async def test_draining_finishes_what_runs_and_takes_nothing_new(cluster):
+    decoder = await cluster.decoder()
+    decoder.pause_at = 2
+    running = asyncio.create_task(cluster.complete())
+    await cluster.until(lambda state: state["requests"] == 1)
+    drained = asyncio.create_task(cluster.router.dispatcher.drain(5))
+    await cluster.until(lambda state: state["draining"])
+    assert (await cluster.complete(503))["error"]["code"] == "draining"
+    decoder.go.set()
+    assert (await running)["choices"][0]["text"] == ANSWER
+    await drained
+
+
+async def test_draining_has_an_end(cluster):
+    decoder = await cluster.decoder()
+    decoder.pause_at = 2
+    running = asyncio.create_task(cluster.complete(503))
+    await cluster.until(lambda state: state["requests"] == 1)
+    await cluster.router.dispatcher.drain(0.2)
+    assert (await running)["error"]["code"] == "draining"
+    assert decoder.cancelled == [decoder.assigned[0].request_id]
+
+
+async def test_nothing_is_held_after_many_requests_and_cancels(redis_server, folder):
+    draw = random.Random(11)
+    async with running_cluster(redis_server.url, folder) as cluster:
+        for node_id in ("d1", "d2"):
+            await cluster.decoder(node_id)
+        limit = asyncio.Semaphore(24)
+
+        async def one(number):
+            async with limit:
+                options = {"prompt": [50] * draw.randint(1, 60), "stop": ["answer"] if number % 5 == 0 else None}
+                call = cluster.events(**options) if number % 2 else cluster.complete(**options)
+                task = asyncio.create_task(call)
+                if number % 3 == 0:
+                    await asyncio.sleep(draw.random() * 0.05)
+                    task.cancel()
+                await asyncio.gather(task, return_exceptions=number % 3 == 0)
+
+        await asyncio.gather(*(one(number) for number in range(300)))
+        await asyncio.wait_for(cluster.idle(), 10)
+        assert await cluster.metric("kvferry_cancel_timeouts_total") == 0
+        for decoder in cluster.decoders:
+            assert not decoder.running
+        # Reservations too: given back by the router, or taken over with a decoder's next beat.
+        await asyncio.sleep(0.5)
+        assert redis_server.command("KEYS", "kvferry:held:*") == []

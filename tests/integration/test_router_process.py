@@ -1,0 +1,126 @@
+"""The router as a process of its own: what it loads, how it starts, and how it ends."""
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+
+import httpx
+import pytest
+from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role, new_incarnation
+from kvferry_proto.page_table import Source, unpack
+from kvferry_router.model_folder import load_model_text
+from kvferry_router.testing import ANSWER, LAYOUT, MODEL, Registry, ScriptedDecoder, make_model_folder, running_cluster
+
+FORBIDDEN = ("torch", "transformers", "kvferry_engine", "kvferry_fabric", "kvferry_prefiller", "kvferry_decoder")
+
+
+def test_the_router_loads_no_model_code():
+    code = (
+        "import sys, pkgutil, importlib, kvferry_router\n"
+        "for module in pkgutil.iter_modules(kvferry_router.__path__):\n"
+        "    if module.name != '__main__': importlib.import_module('kvferry_router.' + module.name)\n"
+        f"print([name for name in {FORBIDDEN!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_wrong_folder_is_said_at_once(tmp_path):
+    command = [sys.executable, "-m", "kvferry_router", "--model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "config.json does not exist" in done.stderr
+
+
+async def logged(process, event):
+    while line := await process.stderr.readline():
+        entry = json.loads(line)
+        if entry.get("event") == event:
+            return entry
+    raise AssertionError(f"the router ended without {event!r}")
+
+
+async def test_sigterm_lets_a_stream_end_and_exits_0(redis_server, tmp_path):
+    folder = make_model_folder(tmp_path)
+    text = load_model_text(folder)
+    answer = [*text.tokenizer.encode_now(ANSWER), *text.stop_token_ids]
+    options = ["--model", folder, "--redis-url", redis_server.url, "--http-port", "0", "--zmq-port", "0"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvferry_router", *map(str, options), stderr=asyncio.subprocess.PIPE
+    )
+    decoder = await ScriptedDecoder(redis_server.url, "d1", answer).start()
+    try:
+        async with asyncio.timeout(40), httpx.AsyncClient(timeout=10) as http:
+            http.base_url = (await logged(process, "serving"))["http"]
+            while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110  # nothing here can set an event
+                await asyncio.sleep(0.05)
+            decoder.pause_at = 3
+            ask = {"prompt": "one", "max_tokens": 100}
+            running = asyncio.create_task(http.post("/v1/completions", json=ask))
+            while not decoder.assigned:  # noqa: ASYNC110  # nothing here can set an event
+                await asyncio.sleep(0.02)
+            process.send_signal(signal.SIGTERM)
+            await logged(process, "stopping")
+            while (await http.get("/ready")).status_code != 503:  # noqa: ASYNC110  # nothing here can set an event
+                await asyncio.sleep(0.05)
+            refused = await http.post("/v1/completions", json=ask)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+            decoder.go.set()
+            assert (await running).json()["choices"][0]["text"] == ANSWER
+            assert await process.wait() == 0
+        assert redis_server.command("HKEYS", "kvferry:nodes") == ["d1"]
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await decoder.kill()
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+async def test_without_a_prefiller_the_setting_decides(redis_server, tmp_path, allowed):
+    folder = make_model_folder(tmp_path)
+    async with running_cluster(redis_server.url, folder, local_prefill=allowed) as cluster:
+        decoder = ScriptedDecoder(redis_server.url, "d1", cluster.tokens())
+        decoder.registry.record = decoder.record = _short_local_prefill(decoder.record)
+        cluster.decoders.append(await decoder.start())
+        await cluster.until(lambda state: state["decoders"] == 1)
+        assert (await cluster.http.get("/ready")).status_code == (200 if allowed else 503)
+        await cluster.complete(200 if allowed else 503, prompt=[50] * 20)
+        await cluster.complete(prompt=[50])
+
+
+async def test_a_prefiller_is_named_to_the_decoder(redis_server, tmp_path):
+    folder = make_model_folder(tmp_path)
+    async with running_cluster(redis_server.url, folder) as cluster:
+        record = NodeRecord(
+            ref=NodeRef("p1", new_incarnation()),
+            role=Role.PREFILLER,
+            endpoint="tcp://127.0.0.1:9",
+            model=MODEL,
+            layout=LAYOUT,
+            provider="tcp",
+        )
+        prefiller = Registry(redis_server.url, "kvferry", record)
+        await prefiller.join()
+        beat = asyncio.create_task(prefiller.run(Load, list))
+        decoder = ScriptedDecoder(redis_server.url, "d1", cluster.tokens())
+        decoder.registry.record = _short_local_prefill(decoder.record)
+        cluster.decoders.append(await decoder.start())
+        await cluster.until(lambda state: (state["decoders"], state["prefillers"]) == (1, 1))
+        await cluster.complete(prompt=[50] * 20)
+        assign = decoder.assigned[0]
+        assert assign.prefiller == record.peer
+        entries = unpack(assign.page_table)
+        assert [entry.source for entry in entries] == [Source.PREFILLER] * 5
+        # 19 tokens are prefilled: four full pages of 4, and one that has no name.
+        assert [entry.block_hash != 0 for entry in entries] == [True] * 4 + [False]
+        await prefiller.leave()
+        await beat
+        await prefiller.close()
+
+
+def _short_local_prefill(record):
+    values = {name: getattr(record, name) for name in record.__struct_fields__}
+    return NodeRecord(**(values | {"local_prefill_tokens": 2}))

@@ -1,8 +1,9 @@
-"""What a node that runs the model owns: weights, KV pool, page book, transfer engine, and one thread to compute in."""
+"""What a node that runs the model owns: weights, KV pool, page book, transfer engine, and the threads to compute in."""
 
 import asyncio
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -10,10 +11,12 @@ from typing import TypeVar
 import torch
 from kvferry_fabric import LayerCounter, MemoryRegion, TransferEngine
 from kvferry_node.logs import get_logger
+from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.nodes import NodeRef
 
 from kvferry_engine.allocator import PageAllocator
+from kvferry_engine.checksums import page_checksums
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.kv_pool import KVPool, pages_for_bytes
 from kvferry_engine.models.base import Model
@@ -28,7 +31,8 @@ _MODEL_FAULTS = {"slow-layer-ms"}
 
 
 class Worker:
-    """Opened once per process, closed after the service has drained. The event loop's thread owns all but `compute`."""
+    """Opened once per process, closed after the service has drained. The event loop's thread owns all but what
+    runs in `compute` and `checksums`."""
 
     def __init__(self, settings: WorkerSettings, ref: NodeRef) -> None:
         """Load the model and open the fabric, which takes seconds. Raises ValueError, OSError or FabricError."""
@@ -54,7 +58,8 @@ class Worker:
         self.pool = KVPool(self.layout, self._pages(settings))
         self.allocator = PageAllocator(self.pool.pages)
         self.counter: LayerCounter = self.fabric.new_counter()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
+        self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
+        self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._slow_layer = settings.faults.get("slow-layer-ms", 0) / 1e3
 
     def _pages(self, settings: WorkerSettings) -> int:
@@ -76,12 +81,17 @@ class Worker:
             self.fabric.fault(kind, int(faults[name] * unit))
 
     def register(self) -> MemoryRegion:
-        """Register the KV pool, under a key of its own; whoever asked closes it."""
+        """Register the KV pool, under a key of its own; whoever asked closes it, or the fabric does at its end."""
         return self.fabric.register(self.pool.buffer)
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run `work` in the forward thread, one at a time, while the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await asyncio.get_running_loop().run_in_executor(self._forward_thread, work)
+
+    async def checksums(self, pages: Sequence[int]) -> Int32s:
+        """Checksums of `pages`, [layer][page], computed beside event loop and forward pass."""
+        work = functools.partial(page_checksums, self.pool, pages)
+        return await asyncio.get_running_loop().run_in_executor(self._checksum_thread, work)
 
     def on_layer(self, _layer: int) -> None:
         """Called by the model after a layer's output projection: the fabric posts that layer's writes."""
@@ -101,7 +111,8 @@ class Worker:
 
     def close(self) -> None:
         """Give everything back: the forward thread first, the memory last."""
-        self._thread.shutdown()
-        self.counter.close()
+        self._forward_thread.shutdown()
+        self._checksum_thread.shutdown()
+        # Ends its thread first, whatever is under way; regions, counters and connections go with it.
         self.fabric.close()
         self.pool.close()

@@ -149,11 +149,6 @@ class Receiver:
         """What a prefiller that is told now may write to."""
         return self._key.region
 
-    def close(self) -> None:
-        """Close every key. For the end, when no transfer is left or none matters any more."""
-        for key in (self._key, *self._revoked):
-            key.region.close()
-
     def _release(self, transfer: Transfer) -> None:
         transfer.machine.move(TransferState.OVER)
         if transfer.quarantined_pages:

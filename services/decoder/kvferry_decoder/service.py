@@ -8,7 +8,7 @@ import asyncio
 import functools
 from typing import Any
 
-from kvferry_engine.checksums import first_difference, page_checksums
+from kvferry_engine.checksums import first_difference
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_node.channels import Origin, Post
@@ -193,8 +193,7 @@ class DecoderService:
         """Compare the pages with their source before anything is computed from them, or written beside them."""
         request, theirs = incoming.request, incoming.checksums
         pages = request.pages[: self._worker.layout.pages_for(len(request.tokens) - 1)]
-        checksums = functools.partial(page_checksums, self._worker.pool, pages)
-        mine = await asyncio.get_running_loop().run_in_executor(None, checksums)
+        mine = await self._worker.checksums(pages)
         if request.state is not State.RECEIVING:
             return
         difference = first_difference(mine, theirs or Int32s(), len(pages))
@@ -354,9 +353,8 @@ class DecoderService:
             self._fail(request, self._error(ErrorCode.DRAINING, "this decoder was shut down"))
 
     def close(self) -> None:
-        """Stop listening to the fabric and close the memory keys."""
+        """Stop listening to the fabric and close the channels; memory keys go with the fabric."""
         for task in self._checks:
             task.cancel()
         self._worker.fabric.detach()
         self._post.close()
-        self.receiver.close()

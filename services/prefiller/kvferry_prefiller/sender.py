@@ -90,9 +90,5 @@ class Sender:
         for transfer in request.transfers:
             self._worker.fabric.cancel(transfer)
 
-    def close(self) -> None:
-        """Let go of the pool, when nothing is in flight."""
-        self._region.close()
-
 
 __all__ = ["FabricError", "Sender"]

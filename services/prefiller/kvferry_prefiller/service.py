@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
-from kvferry_engine.checksums import page_checksums
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_fabric import Event, EventKind, FabricError
@@ -162,9 +161,7 @@ class PrefillerService:
         task.add_done_callback(self._reports.discard)
 
     async def _checksum(self, request: Request) -> None:
-        work = functools.partial(page_checksums, self._worker.pool, request.pages)
-        checksums = await asyncio.get_running_loop().run_in_executor(None, work)
-        self._release(request, checksums)
+        self._release(request, await self._worker.checksums(request.pages))
 
     def _release(self, request: Request, checksums: Int32s) -> None:
         stopped = request.state is State.STOPPING
@@ -285,7 +282,6 @@ class PrefillerService:
         for task in self._reports:
             task.cancel()
         self._worker.fabric.detach()
-        self._sender.close()
 
 
 def _sequence(chunk: Chunk) -> SequenceSlice:

@@ -1,0 +1,234 @@
+"""A whole cluster for tests: real processes, real Redis, real fabric, on ports of its own."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import redis
+
+START_SECONDS = 90
+STOP_SECONDS = 40
+ROUTER_HELD = ("requests", "waiting", "attempts", "closing", "client_requests")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for(condition, seconds, what):
+    """Poll `condition` until it returns something true; return that."""
+    deadline = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what() if callable(what) else what}"
+        time.sleep(0.05)
+    return found
+
+
+@dataclass
+class Node:
+    """One service process."""
+
+    name: str
+    role: str
+    flags: list[str]
+    log: Path
+    environ: dict[str, str]
+    http_port: int = field(default_factory=free_port)
+    process: subprocess.Popen | None = None
+
+    def start(self):
+        command = [sys.executable, "-m", f"kvferry_{self.role}", "--node-id", self.name]
+        command += ["--http-port", str(self.http_port), *self.flags]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environ)
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def ready(self):
+        assert self.process.poll() is None, f"{self.name} has ended:\n{self.tail()}"
+        try:
+            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def state(self):
+        return httpx.get(f"{self.url}/state", timeout=10).raise_for_status().json()
+
+    def metrics(self):
+        return httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
+
+    def held(self):
+        """What the node holds and should not when idle."""
+        state = self.state()
+        held = state["held"] if "held" in state else {name: state[name] for name in ROUTER_HELD}
+        return {name: count for name, count in held.items() if count}
+
+    def resources(self):
+        """Threads, file descriptors and resident bytes of the process."""
+        state = self.state()
+        return state.get("process", state)
+
+    def signal(self, number):
+        self.process.send_signal(number)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def restart(self):
+        self.start()
+        wait_for(self.ready, START_SECONDS, f"{self.name} ready")
+
+    def stop(self):
+        """SIGTERM; returns the exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+        try:
+            return self.process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            pytest_fail = f"{self.name} did not end on SIGTERM:\n{self.tail()}"
+            raise AssertionError(pytest_fail) from None
+
+    def tail(self, lines=40):
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+
+    def events(self, name):
+        """Log lines with this event."""
+        found = []
+        for line in self.log.read_text(errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                entry = json.loads(line)
+                if entry.get("event") == name:
+                    found.append(entry)
+        return found
+
+
+class Cluster:
+    """A router, prefillers, decoders. Use as a context manager: leaving it stops everything, and checks that it can."""
+
+    def __init__(
+        self, folder, model, *, prefillers=1, decoders=1, common=(), worker=(), prefiller=(), decoder=(), router=()
+    ):
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.socket = self.folder / "redis.sock"
+        self.redis_process = None
+        self.zmq_port = free_port()
+        self.model = str(model)
+        environ = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "REDIS_URL": self.redis_url}
+        shared = ["--model", self.model, "--drain-seconds", "10", *common]
+        flags = {
+            "router": [*shared, "--zmq-port", str(self.zmq_port), *router],
+            "prefiller": [*shared, "--threads", "1", "--verify-kv", "--idle-check-seconds", "1", *worker, *prefiller],
+            "decoder": [*shared, "--threads", "1", "--verify-kv", "--idle-check-seconds", "1", *worker, *decoder],
+        }
+        names = [("router", "router")]
+        names += [(f"prefiller{i}", "prefiller") for i in range(prefillers)]
+        names += [(f"decoder{i}", "decoder") for i in range(decoders)]
+        self.nodes = {name: Node(name, role, flags[role], self.folder / f"{name}.log", environ) for name, role in names}
+
+    @property
+    def redis_url(self):
+        return f"unix://{self.socket}"
+
+    def __getitem__(self, name) -> Node:
+        return self.nodes[name]
+
+    @property
+    def url(self):
+        return self["router"].url
+
+    @property
+    def workers(self):
+        return [node for node in self.nodes.values() if node.role != "router"]
+
+    def start_redis(self):
+        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
+        self.redis_process = subprocess.Popen([*command, "--dir", str(self.folder)], stdout=subprocess.DEVNULL)
+
+    def stop_redis(self):
+        self.redis_process.kill()
+        self.redis_process.wait()
+        self.socket.unlink(missing_ok=True)
+
+    def __enter__(self):
+        try:
+            self.start_redis()
+            for node in self.nodes.values():
+                node.start()
+            for node in self.nodes.values():
+                wait_for(node.ready, START_SECONDS, lambda node=node: f"{node.name} ready:\n{node.tail()}")
+            self.wait_seen(len(self.nodes))
+        except BaseException:
+            self._kill_all()
+            raise
+        return self
+
+    def wait_seen(self, count):
+        """Wait until the membership in Redis counts `count` nodes."""
+
+        def seen():
+            try:
+                with redis.Redis.from_url(self.redis_url) as client:
+                    return len(client.keys("kvferry:node:*")) == count
+            except redis.RedisError:
+                return False
+
+        wait_for(seen, 15, f"{count} nodes in Redis")
+        time.sleep(0.6)  # two reads of the slowest view
+
+    def __exit__(self, kind, *_):
+        try:
+            if kind is None:
+                statuses = {name: node.stop() for name, node in self.nodes.items()}
+                assert set(statuses.values()) == {0}, statuses
+                leaks = {node.name: node.events("idle, and still holding") for node in self.workers}
+                assert not any(leaks.values()), leaks
+        finally:
+            self._kill_all()
+
+    def _kill_all(self):
+        for node in self.nodes.values():
+            if node.process is not None and node.process.poll() is None:
+                node.kill()
+        if self.redis_process is not None:
+            self.stop_redis()
+
+    # --- requests ----------------------------------------------------------------------------------------------
+
+    def complete(self, prompt, *, timeout=120, expect=200, **fields):
+        """POST /v1/completions; the body, status checked."""
+        body = {"prompt": prompt, "temperature": 0, "return_token_ids": True, "kvferry_timeline": True} | fields
+        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout)
+        assert reply.status_code == expect, f"{reply.status_code}: {reply.text}\n{self.tails()}"
+        return reply.json()
+
+    def tokens(self, prompt, **fields):
+        """Token ids of the answer."""
+        return self.complete(prompt, **fields)["choices"][0]["token_ids"]
+
+    def tails(self):
+        return "\n".join(f"== {name}\n{node.tail(15)}" for name, node in self.nodes.items())
+
+    def wait_idle(self, seconds=20):
+        """Wait until no node holds anything."""
+
+        def idle():
+            return not any(node.held() for node in self.nodes.values())
+
+        wait_for(idle, seconds, lambda: {name: node.held() for name, node in self.nodes.items()})

@@ -1,0 +1,102 @@
+"""Streamed completions that run beside a test, and what every test of a cluster checks after a fault."""
+
+import asyncio
+import json
+
+import httpx
+
+
+class Stream:
+    """One streaming completion, read by a task of its own."""
+
+    def __init__(self, url, prompt, tokens, **fields):
+        self.tokens = []
+        self.status = 0
+        self.error = None
+        self.finish = None
+        self.usage = None
+        self.done = False
+        self._news = asyncio.Event()
+        body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body |= {"stream": True, "stream_options": {"include_usage": True}} | fields
+        self.task = asyncio.create_task(self._read(url, body))
+
+    async def _read(self, url, body):
+        try:
+            async with (
+                httpx.AsyncClient(base_url=url, timeout=60) as client,
+                client.stream("POST", "/v1/completions", json=body) as reply,
+            ):
+                self.status = reply.status_code
+                if reply.status_code != 200:
+                    self.error = json.loads(await reply.aread())["error"]
+                    return
+                async for line in reply.aiter_lines():
+                    self._take(line.removeprefix("data: "))
+        finally:
+            self._news.set()
+
+    def _take(self, data):
+        if data == "[DONE]":
+            self.done = True
+        elif data:
+            event = json.loads(data)
+            self.error = event.get("error")
+            self.usage = event.get("usage") or self.usage
+            for choice in event.get("choices", []):
+                self.tokens += choice.get("token_ids") or []
+                self.finish = choice.get("finish_reason") or self.finish
+        self._news.set()
+
+    async def until(self, count, seconds=60):
+        """Wait for so many tokens, while the stream still runs."""
+        async with asyncio.timeout(seconds):
+            while len(self.tokens) < count:
+                assert not self.task.done(), f"ended after {len(self.tokens)} tokens: {self.status} {self.error}"
+                self._news.clear()
+                await self._news.wait()
+
+    async def end(self, seconds=60):
+        """Wait for the end, and return the token ids of an answer that is complete."""
+        await asyncio.wait_for(self.task, seconds)
+        assert (self.status, self.error) == (200, None)
+        assert self.done
+        assert self.finish == "length"
+        assert self.usage["completion_tokens"] == len(self.tokens)
+        return self.tokens
+
+    async def leave(self):
+        """Close the connection."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
+
+def prompt(length, seed=0):
+    """Token ids, the same for the same arguments."""
+    return [100 + (seed * 7919 + index * 104_729) % 40_000 for index in range(length)]
+
+
+class Golden:
+    """Answers taken while all was well, to be compared with afterwards."""
+
+    LENGTHS = (1, 8, 20, 41, 90)
+
+    def __init__(self, cluster):
+        self._cluster = cluster
+        self.answers = self._ask()
+
+    def _ask(self):
+        return {
+            length: self._cluster.tokens(prompt(length), max_tokens=12, ignore_eos=True) for length in self.LENGTHS
+        }
+
+    def check(self):
+        """Nobody holds anything, every page is free, and the answers are what they were."""
+        cluster = self._cluster
+        assert self._ask() == self.answers
+        cluster.wait_idle()
+        for node in cluster.workers:
+            assert node.process.poll() is None, node.tail()
+            pages = node.state()["pages"]
+            assert (pages["held"], pages["quarantined"]) == (0, 0), node.name
+            assert not node.events("idle, and still holding"), node.name

@@ -242,7 +242,7 @@ async def test_a_cancel_that_nobody_confirms_is_let_go(cluster, eventually):
 async def test_leaving_while_waiting_for_a_place(cluster):
     await cluster.decoder("d1", free_pages=0)
     task = asyncio.create_task(cluster.complete())
-    await cluster.until(lambda state: state["waiting"] == 1)
+    await cluster.until(lambda state: state["held"]["waiting"] == 1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await asyncio.wait_for(cluster.idle(), 5)
@@ -261,7 +261,7 @@ async def test_a_full_cluster_is_waited_for_and_then_429(cluster):
 async def test_a_place_that_comes_free_is_taken(cluster):
     decoder = await cluster.decoder("d1", free_pages=0)
     task = asyncio.create_task(cluster.complete())
-    await cluster.until(lambda state: state["waiting"] == 1)
+    await cluster.until(lambda state: state["held"]["waiting"] == 1)
     decoder.load = type(decoder.load)(free_pages=100)
     assert (await task)["choices"][0]["text"] == ANSWER
 
@@ -278,7 +278,7 @@ async def test_requests_in_flight_are_bounded(redis_server, folder):
         decoder = await cluster.decoder()
         decoder.pause_at = 1
         tasks = [asyncio.create_task(cluster.complete()) for _ in range(2)]
-        await cluster.until(lambda state: state["requests"] == 2)
+        await cluster.until(lambda state: state["held"]["requests"] == 2)
         assert "under way" in (await cluster.complete(429))["error"]["message"]
         decoder.go.set()
         await asyncio.gather(*tasks)
@@ -302,7 +302,7 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(cluster):
     decoder = await cluster.decoder()
     decoder.pause_at = 2
     running = asyncio.create_task(cluster.complete())
-    await cluster.until(lambda state: state["requests"] == 1)
+    await cluster.until(lambda state: state["held"]["requests"] == 1)
     drained = asyncio.create_task(cluster.router.dispatcher.drain(5))
     await cluster.until(lambda state: state["draining"])
     assert (await cluster.complete(503))["error"]["code"] == "draining"
@@ -315,13 +315,13 @@ async def test_draining_has_an_end(cluster):
     decoder = await cluster.decoder()
     decoder.pause_at = 2
     running = asyncio.create_task(cluster.complete(503))
-    await cluster.until(lambda state: state["requests"] == 1)
+    await cluster.until(lambda state: state["held"]["requests"] == 1)
     await cluster.router.dispatcher.drain(0.2)
     assert (await running)["error"]["code"] == "draining"
     assert decoder.cancelled == [decoder.assigned[0].request_id]
 
 
-async def test_nothing_is_held_after_many_requests_and_cancels(redis_server, folder):
+async def test_nothing_is_held_after_many_requests_and_cancels(redis_server, folder, eventually):
     draw = random.Random(11)
     async with running_cluster(redis_server.url, folder) as cluster:
         for node_id in ("d1", "d2"):
@@ -343,6 +343,6 @@ async def test_nothing_is_held_after_many_requests_and_cancels(redis_server, fol
         assert await cluster.metric("kvferry_cancel_timeouts_total") == 0
         for decoder in cluster.decoders:
             assert not decoder.running
-        # Reservations too: given back by the router, or taken over with a decoder's next beat.
-        await asyncio.sleep(0.5)
-        assert redis_server.command("KEYS", "kvferry:held:*") == []
+        # Reservations too: given back by the router, taken over with a decoder's next beat, or, where a busy machine
+        # made Redis look unreachable meanwhile, run out.
+        await eventually(lambda: redis_server.command("KEYS", "kvferry:held:*") == [], 15)

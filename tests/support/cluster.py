@@ -16,7 +16,6 @@ import redis
 
 START_SECONDS = 90
 STOP_SECONDS = 40
-ROUTER_HELD = ("requests", "waiting", "attempts", "closing", "client_requests")
 
 
 def free_port() -> int:
@@ -71,14 +70,11 @@ class Node:
 
     def held(self):
         """What the node holds and should not when idle."""
-        state = self.state()
-        held = state["held"] if "held" in state else {name: state[name] for name in ROUTER_HELD}
-        return {name: count for name, count in held.items() if count}
+        return {name: count for name, count in self.state()["held"].items() if count}
 
     def resources(self):
         """Threads, file descriptors and resident bytes of the process."""
-        state = self.state()
-        return state.get("process", state)
+        return self.state()["process"]
 
     def signal(self, number):
         self.process.send_signal(number)

@@ -86,9 +86,7 @@ class Golden:
         self.answers = self._ask()
 
     def _ask(self):
-        return {
-            length: self._cluster.tokens(prompt(length), max_tokens=12, ignore_eos=True) for length in self.LENGTHS
-        }
+        return {length: self._cluster.tokens(prompt(length), max_tokens=12, ignore_eos=True) for length in self.LENGTHS}
 
     def check(self):
         """Nobody holds anything, every page is free, and the answers are what they were."""

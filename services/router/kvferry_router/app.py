@@ -1,7 +1,6 @@
 """Assembly: one router, from its settings to its end."""
 
 import asyncio
-from collections.abc import Coroutine
 from typing import Any
 
 from kvferry_node.channels import Curve, Inbox, Post
@@ -26,8 +25,6 @@ from kvferry_router.metrics import RouterMetrics
 from kvferry_router.model_folder import ModelText
 from kvferry_router.settings import RouterSettings
 from kvferry_router.zmq_front import ZmqFront
-
-CANCEL_AGAIN_SECONDS = 0.1
 
 
 class Router:
@@ -93,9 +90,7 @@ class Router:
             await self._placer.close()
 
     async def _serve(self, server: HttpServer, registry: Registry) -> None:
-        async with running(
-            server.wait(), self.inbox.run(), _until_ended(self._view.run()), _until_ended(self._stay(registry))
-        ):
+        async with running(server.wait(), self.inbox.run(), self._view.run(), self._stay(registry)):
             self._log.info("serving", http=server.url, zmq=self.inbox.endpoint, model=self._settings.model_name)
             self.started.set()
             await self._stop.requested.wait()
@@ -125,8 +120,8 @@ class Router:
         )
 
     def _load(self) -> Load:
-        state = self.dispatcher.state()
-        return Load(running=state["requests"] - state["waiting"], waiting=state["waiting"])
+        held = self.dispatcher.held()
+        return Load(running=held["requests"] - held["waiting"], waiting=held["waiting"])
 
     def _on_leave(self, record: NodeRecord) -> None:
         self.dispatcher.on_leave(record)
@@ -152,25 +147,11 @@ class Router:
             "incarnation": f"{self.ref.incarnation:x}",
             "role": Role.ROUTER,
             "model": self._settings.model_name,
-            **self.dispatcher.state(),
-            **self._front.state(),
+            "held": self.dispatcher.held() | self._front.held(),
+            "draining": self.dispatcher.draining,
+            "decoder_channels": self.dispatcher.decoder_channels,
             "decoders": len(self._decoders()),
             "prefillers": len(self._view.by_role(Role.PREFILLER)),
             "redis": self._view.available,
-            **process_state(),
+            "process": process_state(),
         }
-
-
-async def _until_ended(loop: Coroutine[Any, Any, None]) -> None:
-    """Run `loop`, and when cancelled cancel it until it ends.
-
-    Before Python 3.12 asyncio.wait_for, which redis-py writes with, loses a cancel that comes in the wrong moment.
-    """
-    task = asyncio.ensure_future(loop)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        while not task.done():
-            task.cancel()
-            await asyncio.wait({task}, timeout=CANCEL_AGAIN_SECONDS)
-        raise

@@ -86,15 +86,18 @@ class Dispatcher:
         """A node is gone: the handler of the membership view."""
         self._switchboard.on_leave(record)
 
-    def state(self) -> dict[str, int | bool]:
-        """Numbers for /state; all but the channels are zero when idle."""
+    @property
+    def decoder_channels(self) -> int:
+        """Open channels to decoders."""
+        return len(self._switchboard.post)
+
+    def held(self) -> dict[str, int]:
+        """Everything that must be zero when idle."""
         return {
-            "draining": self.draining,
             "requests": len(self._requests),
             "waiting": self._admission.waiting,
             "attempts": self._switchboard.open,
             "closing": self._switchboard.closing,
-            "decoder_channels": len(self._switchboard.post),
         }
 
     async def drain(self, seconds: float) -> None:

@@ -259,8 +259,7 @@ class Cluster:
 
     async def idle(self) -> None:
         """Wait until the router holds nothing."""
-        names = ("requests", "attempts", "closing", "waiting", "client_requests")
-        await self.until(lambda state: not any(state[name] for name in names))
+        await self.until(lambda state: not any(state["held"].values()))
 
     async def metric(self, name: str) -> float:
         """Sum of the samples whose line begins with `name`."""

@@ -64,8 +64,8 @@ class ZmqFront:
             case Refused():
                 self._log.warning("refused by a client", reason=message.reason, detail=message.detail)
 
-    def state(self) -> dict[str, int]:
-        """Numbers for /state; zero when idle."""
+    def held(self) -> dict[str, int]:
+        """Everything that must be zero when idle."""
         return {
             "client_requests": len(self._sessions),
             "client_channels": len({key for key, _ in self._sessions}),

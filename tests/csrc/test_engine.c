@@ -1,0 +1,176 @@
+/* Two engines in one process, argv[1] the provider: layers bumped by one thread, cancelled and polled by another. */
+#include "kf.h"
+
+#include "check.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <stdatomic.h>
+#include <string.h>
+#include <time.h>
+
+enum { LAYERS = 4, PAGES = 64, PAGE = 1024, TRANSFERS = 120, PATIENCE = 20000 };
+
+typedef struct {
+  kf_engine *engine;
+  kf_region *region;
+  unsigned char *memory;
+} side;
+
+static const char *provider;
+static kf_counter *counter;
+static _Atomic int stop;
+
+static void nap(void) {
+  struct timespec ms = {0, 1000000};
+  nanosleep(&ms, NULL);
+}
+
+static side open_side(int fill) {
+  kf_options options = {.provider = provider, .bind = "127.0.0.1", .spin_ns = 20000, .max_write_bytes = 1 << 16,
+                        .window_bytes = 1 << 18, .window = 16, .stall_ns = 5000000000u, .trace = 1};
+  kf_error error;
+  side s = {kf_open(&options, &error), NULL, malloc(LAYERS * PAGES * PAGE)};
+  if (!s.engine) fprintf(stderr, "%s\n", error.text);
+  CHECK(s.engine && s.memory);
+  for (int i = 0; i < LAYERS * PAGES * PAGE; i++) s.memory[i] = fill ? (unsigned char)fill : (unsigned char)(i * 7 + i / PAGE);
+  s.region = kf_register(s.engine, s.memory, LAYERS * PAGES * PAGE, &error);
+  CHECK(s.region);
+  return s;
+}
+
+static kf_peer *connect_sides(side *from, side *to) {
+  unsigned char address[256];
+  uint32_t length;
+  kf_error error;
+  CHECK(kf_address(to->engine, address, sizeof address, &length) == 0);
+  kf_peer *peer = kf_connect(from->engine, address, length, &error);
+  CHECK(peer && kf_connect(from->engine, address, length, &error) == peer); /* shared */
+  CHECK(kf_disconnect(from->engine, peer, &error) == 0);
+  return peer;
+}
+
+static kf_schedule plan_of(side *from, side *to, kf_peer *peer, const kf_run *runs, uint32_t count) {
+  kf_schedule plan = {.counter = counter, .first_value = counter ? kf_counter_value(counter) + 1 : 0, .layers = LAYERS, .generation = 1,
+                      .run_count = count, .region = from->region, .peer = peer, .source_layer_stride = PAGES * PAGE,
+                      .destination_layer_stride = PAGES * PAGE, .source_page_stride = PAGE,
+                      .destination_page_stride = PAGE, .length = PAGE, .runs = runs};
+  kf_region_remote(to->region, &plan.remote);
+  return plan;
+}
+
+static void take(kf_engine *engine, kf_event *event) {
+  for (int i = 0; i < PATIENCE; i++) {
+    if (kf_poll_events(engine, event, 1)) return;
+    nap();
+  }
+  CHECK(!"an event came in time");
+}
+
+static void *bump_for_ever(void *unused) {
+  while (!atomic_load(&stop)) {
+    kf_counter_bump(counter, 1);
+    nap();
+  }
+  return unused;
+}
+
+static void bytes_are_right(side *from, side *to, kf_peer *peer) {
+  kf_run runs[] = {{3, 9, 5}, {20, 1, 1}, {40, 50, 14}};
+  uint64_t seen[LAYERS], posted[LAYERS];
+  kf_event event;
+  kf_error error;
+  kf_schedule plan = plan_of(from, to, peer, runs, 3);
+  CHECK(kf_expect(to->engine, 0, 1, 20 * LAYERS) == 0);
+  uint64_t id = kf_start(from->engine, &plan, &error);
+  CHECK(id && kf_trace(from->engine, id, seen, posted, LAYERS) == -EBUSY && kf_release(from->engine, id) == -EBUSY);
+  CHECK(kf_unregister(from->engine, from->region, &error) == -EBUSY && kf_counter_free(counter, &error) == -EBUSY);
+  for (int layer = 0; layer < LAYERS; layer++) kf_counter_bump(counter, 1);
+  take(from->engine, &event);
+  CHECK(event.kind == KF_DONE && event.transfer == id && event.pages == 20 * LAYERS);
+  CHECK(kf_trace(from->engine, id, seen, posted, LAYERS) == LAYERS && posted[0] >= seen[0] && seen[0]);
+  CHECK(kf_release(from->engine, id) == 0 && kf_release(from->engine, id) == -ENOENT);
+  take(to->engine, &event);
+  CHECK(event.kind == KF_ARRIVED && kf_disarm(to->engine, 0, 1) == 1);
+  for (int layer = 0; layer < LAYERS; layer++)
+    for (int r = 0; r < 3; r++)
+      CHECK(!memcmp(to->memory + (layer * PAGES + runs[r].destination) * PAGE,
+                    from->memory + (layer * PAGES + runs[r].source) * PAGE, (size_t)runs[r].count * PAGE));
+  CHECK(to->memory[0] == 0xA5 && to->memory[2 * PAGE] == 0xA5);
+}
+
+static void cancels_from_another_thread(side *from, side *to, kf_peer *peer) {
+  kf_run runs[PAGES];
+  kf_event event;
+  kf_error error;
+  pthread_t bumper;
+  int ended = 0, kinds[8] = {0};
+  for (int i = 0; i < PAGES; i++) runs[i] = (kf_run){i, PAGES - 1 - i, 1};
+  CHECK(pthread_create(&bumper, NULL, bump_for_ever, NULL) == 0);
+  for (int i = 0; i < TRANSFERS; i++) {
+    kf_schedule plan = plan_of(from, to, peer, runs, (uint32_t)(i % PAGES));
+    uint64_t id = kf_start(from->engine, &plan, &error);
+    CHECK(id);
+    if (i == TRANSFERS / 2) CHECK(kf_fault(from->engine, KF_FAULT_FAIL, 3) == 0);
+    if (i == TRANSFERS / 3) CHECK(kf_fault(from->engine, KF_FAULT_CORRUPT, 2) == 0);
+    if (i % 4 == 3) CHECK(kf_cancel(from->engine, id) == 0);
+    for (; i - ended > 6; ended++) {
+      take(from->engine, &event);
+      kinds[event.kind]++;
+      CHECK(kf_release(from->engine, event.transfer) == 0);
+    }
+  }
+  for (; ended < TRANSFERS; ended++) {
+    take(from->engine, &event);
+    kinds[event.kind]++;
+    if (ended % 2) CHECK(kf_release(from->engine, event.transfer) == 0); /* the others are freed by closing */
+  }
+  atomic_store(&stop, 1);
+  CHECK(pthread_join(bumper, NULL) == 0);
+  CHECK(kinds[KF_DONE] > 0 && kinds[KF_FAILED] == 1 && kinds[KF_DONE] + kinds[KF_CANCELLED] + 1 == TRANSFERS);
+}
+
+/* One side goes away while the other is writing to it, and then the writer in the middle of its failed transfers. */
+static void closing_in_the_middle(void) {
+  kf_run runs[PAGES];
+  kf_error error;
+  kf_stats_values stats;
+  side from = open_side(0), to = open_side(0xA5);
+  kf_peer *peer = connect_sides(&from, &to);
+  for (int i = 0; i < PAGES; i++) runs[i] = (kf_run){i, PAGES - 1 - i, 1};
+  for (int i = 0; i < 20; i++) {
+    kf_schedule plan = plan_of(&from, &to, peer, runs, PAGES);
+    plan.counter = NULL;
+    CHECK(kf_start(from.engine, &plan, &error));
+  }
+  do kf_stats(from.engine, &stats);
+  while (stats.writes == 0);
+  kf_close(to.engine);
+  kf_close(from.engine);
+  free(from.memory);
+  free(to.memory);
+}
+
+int main(int argc, char **argv) {
+  provider = argc > 1 ? argv[1] : "tcp";
+  kf_error error;
+  kf_stats_values stats;
+  side from = open_side(0), to = open_side(0xA5);
+  counter = kf_counter_new(from.engine, &error);
+  CHECK(counter && kf_counter_address(counter) % 64 == 0);
+  kf_peer *peer = connect_sides(&from, &to);
+  bytes_are_right(&from, &to, peer);
+  cancels_from_another_thread(&from, &to, peer);
+  CHECK(kf_disconnect(from.engine, peer, &error) == 0 && kf_counter_free(counter, &error) == 0);
+  counter = NULL;
+  kf_stats(from.engine, &stats);
+  CHECK(!stats.active_transfers && !stats.in_flight_writes && !stats.peers && !stats.counters && stats.regions == 1);
+  CHECK(kf_unregister(from.engine, from.region, &error) == 0);
+  kf_close(from.engine);
+  kf_close(to.engine); /* with its region still registered */
+  free(from.memory);
+  free(to.memory);
+  /* Not shm: libfabric 1.17 lets two endpoints of one process share a mapping, and frees it under the other one. */
+  for (int i = 0; i < 5 && strcmp(provider, "shm") != 0; i++) closing_in_the_middle();
+  return 0;
+}

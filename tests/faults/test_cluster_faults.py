@@ -1,0 +1,323 @@
+"""Processes killed, stopped and restarted under load: streams go on, errors say who, and nothing stays held.
+
+One cluster serves all tests: each begins by starting again what the one before it has ended.
+"""
+
+import asyncio
+import signal
+import time
+
+import httpx
+import pytest
+import redis
+from cluster import START_SECONDS, Cluster, wait_for
+from streams import Golden, Stream, prompt
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+LEASE = 1.0
+COMMON = ["--lease-seconds", str(LEASE), "--heartbeat-seconds", "0.2"]
+WORKER = ["--dtype", "float32", "--kv-memory", "4MiB", "--page-size", "8"]
+# Each pass of three layers takes at least 60 ms, so a prompt of 300 tokens is ten times so long on its way.
+PREFILLER = ["--chunk-size", "32", "--fault", "slow-layer-ms=20"]
+DECODER = ["--local-prefill-tokens", "8", "--cancel-retry-seconds", "0.3"]
+ANSWER = 400
+PASSAGE = 300
+AT_ONCE = 10
+"""Seconds: a bound for a slow machine. A timeout of the services' own would be longer."""
+SAMPLED = {"temperature": 1, "top_k": 4, "seed": 11}
+"""Few candidates, so that a difference in the last bit of a logit draws the same token."""
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, tiny_model):
+    with Cluster(
+        tmp_path_factory.mktemp("faults"),
+        tiny_model,
+        prefillers=2,
+        decoders=2,
+        common=COMMON,
+        worker=WORKER,
+        prefiller=PREFILLER,
+        decoder=DECODER,
+    ) as cluster:
+        cluster.golden = Golden(cluster)
+        yield cluster
+        heal(cluster)
+
+
+@pytest.fixture
+def cluster(shared):
+    heal(shared)
+    return shared
+
+
+def heal(cluster, *names):
+    """Start the nodes that have ended, and wait until the router sees all."""
+    nodes = [cluster[name] for name in names] or list(cluster.nodes.values())
+    ended = [node for node in nodes if node.process.poll() is not None]
+    for node in ended:
+        node.start()
+    for node in ended:
+        wait_for(node.ready, START_SECONDS, lambda node=node: f"{node.name} ready:\n{node.tail()}")
+    alive = [node for node in cluster.nodes.values() if node.process.poll() is None]
+    wait_seen_by_router(
+        cluster,
+        decoders=sum(node.role == "decoder" for node in alive),
+        prefillers=sum(node.role == "prefiller" for node in alive),
+    )
+
+
+def wait_seen_by_router(cluster, **counts):
+    def seen():
+        state = cluster["router"].state()
+        return all(state[name] == count for name, count in counts.items())
+
+    wait_for(seen, 20, lambda: (counts, cluster["router"].state()))
+
+
+def metric(node, name):
+    return sum(float(line.split()[-1]) for line in node.metrics().splitlines() if line.startswith(name))
+
+
+def streams(cluster, count=4, length=40):
+    """Streams of which every second one draws at random."""
+    fields = [{}, SAMPLED]
+    return [Stream(cluster.url, prompt(length, i), ANSWER, **fields[i % 2]) for i in range(count)]
+
+
+async def undisturbed(cluster, **kind):
+    return [await stream.end() for stream in streams(cluster, **kind)]
+
+
+async def under_way(running, tokens=20):
+    for stream in running:
+        await stream.until(tokens)
+
+
+async def ask(cluster, what, **fields):
+    body = {"prompt": what, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | fields
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        return await client.post("/v1/completions", json=body)
+
+
+async def passages(cluster, count=6):
+    """Long prompts at once."""
+    return await asyncio.gather(*(ask(cluster, prompt(PASSAGE, seed)) for seed in range(count)))
+
+
+def ids(replies):
+    assert [reply.status_code for reply in replies] == [200] * len(replies), [reply.text for reply in replies]
+    return [reply.json()["choices"][0]["token_ids"] for reply in replies]
+
+
+async def prefilling(node):
+    """Wait until a prefiller is in the midst of a prompt, some of whose pages have left."""
+
+    def midst():
+        return node.state()["requests"]["running"] and metric(node, "kvferry_transfers_total") > before
+
+    before = metric(node, "kvferry_transfers_total")
+    await asyncio.to_thread(wait_for, midst, 30, f"{node.name} prefilling")
+
+
+async def test_a_decoder_killed_mid_stream_costs_neither_a_token_nor_a_repeat(cluster):
+    expected = await undisturbed(cluster)
+    retried = metric(cluster["router"], "kvferry_retries_total")
+    running = streams(cluster)
+    await under_way(running)
+    cluster["decoder0"].kill()
+    assert [await stream.end() for stream in running] == expected
+    assert metric(cluster["router"], "kvferry_retries_total") > retried
+    heal(cluster)
+    cluster.golden.check()
+
+
+async def test_a_decoder_that_drains_ends_its_streams_first(cluster):
+    expected = await undisturbed(cluster)
+    retried = metric(cluster["router"], "kvferry_retries_total")
+    running = streams(cluster)
+    await under_way(running)
+    assert cluster["decoder1"].state()["requests"]["running"]
+    assert await asyncio.to_thread(cluster["decoder1"].stop) == 0
+    assert [await stream.end() for stream in running] == expected
+    assert metric(cluster["router"], "kvferry_retries_total") == retried
+    heal(cluster)
+    cluster.golden.check()
+
+
+async def test_a_decoder_frozen_for_longer_than_its_lease_corrupts_nothing_and_comes_back(cluster):
+    expected, long = await undisturbed(cluster), ids(await passages(cluster))
+    running = streams(cluster)
+    await under_way(running)
+    receiving = asyncio.create_task(passages(cluster))
+    await prefilling(cluster["prefiller0"])
+    cluster["decoder0"].signal(signal.SIGSTOP)
+    wait_seen_by_router(cluster, decoders=1)
+    assert [await stream.end() for stream in running] == expected
+    assert ids(await receiving) == long
+    cluster["decoder0"].signal(signal.SIGCONT)
+    wait_seen_by_router(cluster, decoders=2)
+    cluster.wait_idle()
+    drawn = metric(cluster["decoder0"], "kvferry_tokens_total")
+    assert await undisturbed(cluster) == expected
+    assert metric(cluster["decoder0"], "kvferry_tokens_total") > drawn
+    cluster.golden.check()
+
+
+async def test_no_decoder_is_said_at_once_and_is_forgotten_when_they_are_back(cluster):
+    router = cluster["router"].process.pid
+    running = streams(cluster, count=2)
+    await under_way(running)
+    for name in ("decoder0", "decoder1"):
+        cluster[name].kill()
+    began = time.monotonic()
+    reply = await ask(cluster, prompt(40))
+    assert time.monotonic() - began < AT_ONCE
+    assert (reply.status_code, reply.json()["error"]["phase"]) in {(503, "assign"), (503, "route"), (503, "prefill")}
+    assert int(reply.headers["retry-after"]) >= 1
+    for stream in running:
+        await asyncio.wait_for(stream.task, AT_ONCE)
+        assert stream.error["code"] in {"node_lost", "no_nodes"}
+        assert stream.error["node"].startswith("decoder")
+    wait_seen_by_router(cluster, decoders=0)
+    ready = httpx.get(f"{cluster.url}/ready")
+    assert (ready.status_code, ready.json()["reason"]) == (503, "no decoder is up")
+    began = time.monotonic()
+    reply = await ask(cluster, prompt(40))
+    assert time.monotonic() - began < AT_ONCE
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_nodes")
+    assert int(reply.headers["retry-after"]) >= 1
+    heal(cluster)
+    assert httpx.get(f"{cluster.url}/ready").status_code == 200
+    assert cluster["router"].process.pid == router
+    cluster.golden.check()
+
+
+async def test_a_prefiller_killed_at_work_is_replaced_by_the_other(cluster):
+    expected = ids(await passages(cluster))
+    asked = asyncio.create_task(passages(cluster))
+    await prefilling(cluster["prefiller0"])
+    cluster["prefiller0"].kill()
+    assert ids(await asked) == expected
+    heal(cluster)
+    cluster.golden.check()
+
+
+async def test_a_prefiller_that_drains_ends_its_transfers_first(cluster):
+    expected = ids(await passages(cluster))
+    retried = metric(cluster["router"], "kvferry_retries_total")
+    asked = asyncio.create_task(passages(cluster))
+    await prefilling(cluster["prefiller1"])
+    assert await asyncio.to_thread(cluster["prefiller1"].stop) == 0
+    assert ids(await asked) == expected
+    assert metric(cluster["router"], "kvferry_retries_total") == retried
+    heal(cluster)
+    cluster.golden.check()
+
+
+async def test_a_prefiller_frozen_for_longer_than_its_lease_writes_into_nobodys_pages(cluster):
+    expected = ids(await passages(cluster))
+    asked = asyncio.create_task(passages(cluster))
+    await prefilling(cluster["prefiller0"])
+    cluster["prefiller0"].signal(signal.SIGSTOP)
+    assert ids(await asked) == expected
+    # Other requests have the pages by now that it still means to write.
+    running = streams(cluster)
+    await under_way(running)
+    cluster["prefiller0"].signal(signal.SIGCONT)
+    wait_seen_by_router(cluster, prefillers=2)
+    moved = [await stream.end() for stream in running]
+    cluster.wait_idle()
+    assert moved == await undisturbed(cluster)
+    assert ids(await passages(cluster)) == expected
+    cluster.golden.check()
+
+
+async def test_the_only_prefiller_killed_fails_its_requests_by_name_until_it_is_back(cluster):
+    expected = ids(await passages(cluster, 2))
+    cluster["prefiller1"].stop()
+    router = cluster["router"]
+    flags, router.flags = router.flags, [*router.flags, "--no-local-prefill"]
+    try:
+        router.stop()
+        heal(cluster, "router")
+        asked = asyncio.create_task(passages(cluster, 2))
+        await prefilling(cluster["prefiller0"])
+        cluster["prefiller0"].kill()
+        for reply in await asyncio.wait_for(asked, AT_ONCE):
+            error = reply.json()["error"]
+            assert (reply.status_code, error["code"], error["node"]) == (503, "node_lost", "prefiller0"), error
+            assert "prefiller0" in error["message"]
+            assert error["phase"] in {"prefill", "transfer"}
+        wait_seen_by_router(cluster, prefillers=0)
+        assert httpx.get(f"{cluster.url}/ready").status_code == 503
+        reply = await ask(cluster, prompt(PASSAGE))
+        assert (reply.status_code, reply.json()["error"]["code"]) == (503, "no_nodes")
+        wait_for(lambda: not any(cluster[name].held() for name in ("decoder0", "decoder1", "router")), 20, "idle")
+        heal(cluster, "prefiller0")
+        assert ids(await passages(cluster, 2)) == expected
+    finally:
+        router.flags = flags
+        router.stop()
+    heal(cluster)
+    cluster.golden.check()
+
+
+async def test_without_any_prefiller_decoders_prefill_by_themselves(cluster):
+    expected = ids(await passages(cluster, 2))
+    for name in ("prefiller0", "prefiller1"):
+        cluster[name].kill()
+    assert ids(await passages(cluster, 2)) == expected
+    heal(cluster)
+    cluster.golden.check()
+
+
+async def test_a_router_killed_and_restarted_leaves_nothing_running(cluster):
+    running = streams(cluster)
+    await under_way(running)
+    asked = asyncio.create_task(passages(cluster))
+    await prefilling(cluster["prefiller0"])
+    cluster["router"].kill()
+    for outcome in await asyncio.gather(*(stream.task for stream in running), asked, return_exceptions=True):
+        assert isinstance(outcome, httpx.TransportError)
+    heal(cluster)
+    cluster.golden.check()
+
+
+async def test_redis_stopped_for_longer_than_two_leases_costs_no_request(cluster):
+    before = {name: node.process.pid for name, node in cluster.nodes.items()}
+    expected, long = await undisturbed(cluster), ids(await passages(cluster, 1))
+    retried = metric(cluster["router"], "kvferry_retries_total")
+    running = streams(cluster)
+    await under_way(running)
+    cluster.stop_redis()
+    until = time.monotonic() + 2.5 * LEASE
+    while time.monotonic() < until:
+        assert ids(await passages(cluster, 1)) == long
+    assert [await stream.end() for stream in running] == expected
+    assert not cluster["router"].state()["redis"]
+    cluster.start_redis()
+    cluster.wait_seen(len(cluster.nodes))
+    wait_seen_by_router(cluster, redis=True, decoders=2, prefillers=2)
+    await asyncio.sleep(2 * LEASE)
+    assert metric(cluster["router"], "kvferry_retries_total") == retried
+    assert {name: node.process.pid for name, node in cluster.nodes.items()} == before
+    cluster.golden.check()
+
+
+async def test_redis_flushed_under_load_costs_no_request(cluster):
+    expected = await undisturbed(cluster)
+    retried = metric(cluster["router"], "kvferry_retries_total")
+    running = streams(cluster)
+    asked = asyncio.create_task(passages(cluster))
+    with redis.Redis.from_url(cluster.redis_url) as client:
+        for _ in range(4):
+            client.flushall()
+            client.script_flush()
+            await asyncio.sleep(0.3 * LEASE)
+    assert [await stream.end() for stream in running] == expected
+    ids(await asked)
+    cluster.wait_seen(len(cluster.nodes))
+    assert metric(cluster["router"], "kvferry_retries_total") == retried
+    cluster.golden.check()

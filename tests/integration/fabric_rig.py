@@ -1,0 +1,143 @@
+"""What the fabric's tests share: a sender and a receiver with memory, and a receiver in another process."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from kvferry_fabric import ChunkSchedule, Event, EventKind, TransferEngine, runs
+from kvferry_proto.memory import MemoryDescriptor
+
+ENDS = {EventKind.DONE, EventKind.CANCELLED, EventKind.FAILED}
+PROVIDERS = ("tcp", "net", "shm")
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
+    """Wait for a condition; a test's bound on waiting, not on speed."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, f"timed out waiting for {what}"
+        time.sleep(0.0005)
+
+
+def take(engine: TransferEngine, kinds: set[EventKind], count: int = 1, seconds: float = 15.0) -> list[Event]:
+    """Poll until `count` events have come; all must be of the given kinds."""
+    events: list[Event] = []
+
+    def enough() -> bool:
+        events.extend(engine.poll())
+        return len(events) >= count
+
+    until(enough, f"{count} events of {sorted(kinds)}", seconds)
+    assert {event.kind for event in events} <= kinds, events
+    return events
+
+
+def end_of(engine: TransferEngine) -> Event:
+    """The next transfer's end."""
+    return take(engine, ENDS)[0]
+
+
+class Pair:
+    """A sender and a receiver in this process, with memory shaped [layer][page][byte]; the sender's is random."""
+
+    def __init__(
+        self, provider: str, layers: int = 3, pages: int = 48, page: int = 4096, seed: int = 7, **options
+    ) -> None:
+        self.layers, self.pages, self.page = layers, pages, page
+        self.sender = TransferEngine(provider, incarnation=1, **options)
+        self.receiver = TransferEngine(provider, incarnation=2)
+        self.random = np.random.default_rng(seed)
+        self.source = self.random.integers(0, 256, (layers, pages, page), dtype=np.uint8)
+        self.target = np.full((layers, pages, page), 0xA5, np.uint8)
+        self.region = self.sender.register(memoryview(self.source).cast("B"))
+        self.remote = self.receiver.register(memoryview(self.target).cast("B"))
+        self.peer = self.sender.connect(self.receiver.address)
+        self.counter = self.sender.new_counter()
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+
+    def permuted(self, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Distinct random source and destination pages."""
+        return self.random.permutation(self.pages)[:count], self.random.permutation(self.pages)[:count]
+
+    def chunk(
+        self, source: np.ndarray, target: np.ndarray, slot: int = 1, generation: int = 1, **changes
+    ) -> ChunkSchedule:
+        fields = {
+            "counter": self.counter,
+            "first_value": 1,
+            "layers": self.layers,
+            "region": self.region,
+            "peer": self.peer,
+            "remote": self.remote.descriptor,
+            "slot": slot,
+            "generation": generation,
+            "source_layer_stride": self.pages * self.page,
+            "destination_layer_stride": self.pages * self.page,
+            "source_page_stride": self.page,
+            "destination_page_stride": self.page,
+            "length": self.page,
+            "runs": runs(source, target),
+        }
+        return ChunkSchedule(**{**fields, **changes})
+
+    def expected(self, source: np.ndarray, target: np.ndarray, layers: int | None = None) -> np.ndarray:
+        """What the receiver's memory must hold once the first `layers` layers have come: gaps keep their bytes."""
+        memory = np.full_like(self.target, 0xA5)
+        memory[:layers, target] = self.source[:layers, source]
+        return memory
+
+
+class Receiver:
+    """The process of fabric_receiver.py."""
+
+    def __init__(self, provider: str, size: int) -> None:
+        script = Path(__file__).with_name("fabric_receiver.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), provider, str(size)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        self.descriptor = MemoryDescriptor(**json.loads(self._line()))
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, "the receiver process ended"
+        return line
+
+    def ask(self, command: str):
+        assert self.process.stdin is not None
+        self.process.stdin.write(command + "\n")
+        self.process.stdin.flush()
+        return json.loads(self._line())
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def close(self) -> None:
+        if self.process.poll() is None and self.process.stdin is not None:
+            self.process.stdin.close()
+            try:
+                self.process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
+@contextmanager
+def receiver(provider: str, size: int) -> Iterator[Receiver]:
+    process = Receiver(provider, size)
+    try:
+        yield process
+    finally:
+        process.close()

@@ -1,22 +1,16 @@
 """Schedules that do not fit their regions are refused before anything is posted."""
 
-import importlib.util
-import sys
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
+import fabric_rig as rig
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kvferry_fabric import FabricError, OutOfBoundsError
+from kvferry_fabric import FabricError, OutOfBoundsError, TransferEngine
 from kvferry_proto.memory import MemoryDescriptor
-
-spec = importlib.util.spec_from_file_location("fabric_rig", Path(__file__).with_name("fabric_rig.py"))
-assert spec is not None
-assert spec.loader is not None
-rig = sys.modules.setdefault("fabric_rig", importlib.util.module_from_spec(spec))
-spec.loader.exec_module(rig)
 
 LAYERS, PAGES, PAGE = 3, 8, 512
 
@@ -139,3 +133,15 @@ def test_addresses_that_cannot_be_are_refused(pair, address) -> None:
 def test_read_only_memory_is_refused(pair) -> None:
     with pytest.raises(BufferError):
         pair.sender.register(memoryview(b"read only"))
+
+
+def test_an_engine_that_is_dropped_ends_its_thread():
+    gc.collect()
+    before = len(list(Path("/proc/self/task").iterdir()))
+    engine = TransferEngine("tcp", incarnation=1)
+    engine.register(memoryview(bytearray(4096)))
+    engine.cycle = engine
+    assert len(list(Path("/proc/self/task").iterdir())) == before + 1
+    del engine
+    gc.collect()
+    assert len(list(Path("/proc/self/task").iterdir())) == before

@@ -1,7 +1,6 @@
 """Cancels, injected faults, revoked keys and killed receivers: every transfer ends, and says how."""
 
 import errno
-import importlib.util
 import json
 import signal
 import subprocess
@@ -9,17 +8,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import fabric_rig as rig
 import msgspec
 import numpy as np
 import pytest
 import xxhash
 from kvferry_fabric import ChunkSchedule, EventKind, FabricError, TransferEngine, runs
-
-spec = importlib.util.spec_from_file_location("fabric_rig", Path(__file__).with_name("fabric_rig.py"))
-assert spec is not None
-assert spec.loader is not None
-rig = sys.modules.setdefault("fabric_rig", importlib.util.module_from_spec(spec))
-spec.loader.exec_module(rig)
 
 HALF_SECOND_NS = 500_000_000
 OVER_SOCKETS = ("tcp", "net")

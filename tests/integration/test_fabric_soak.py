@@ -1,21 +1,15 @@
 """Hundreds of transfers with cancels and faults: when idle, the engine holds nothing, and closing leaves nothing."""
 
 import gc
-import importlib.util
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import fabric_rig as rig
 import numpy as np
 import pytest
 from kvferry_fabric import EventKind, TransferEngine
-
-spec = importlib.util.spec_from_file_location("fabric_rig", Path(__file__).with_name("fabric_rig.py"))
-assert spec is not None
-assert spec.loader is not None
-rig = sys.modules.setdefault("fabric_rig", importlib.util.module_from_spec(spec))
-spec.loader.exec_module(rig)
 
 TRANSFERS = 300
 SLOTS = 24

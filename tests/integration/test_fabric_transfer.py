@@ -1,20 +1,12 @@
 """Page transfers between two engines, on every provider: bytes, order, counts, events."""
 
 import asyncio
-import importlib.util
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import fabric_rig as rig
 import numpy as np
 import pytest
 from kvferry_fabric import EventKind, FabricError
-
-spec = importlib.util.spec_from_file_location("fabric_rig", Path(__file__).with_name("fabric_rig.py"))
-assert spec is not None
-assert spec.loader is not None
-rig = sys.modules.setdefault("fabric_rig", importlib.util.module_from_spec(spec))
-spec.loader.exec_module(rig)
 
 
 @pytest.fixture(params=rig.PROVIDERS)

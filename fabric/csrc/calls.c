@@ -1,0 +1,136 @@
+/* Calls that become commands of the engine's thread: memory, peers, transfers. */
+#include "internal.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static void run_register(kf_engine *engine, kf_command *command) {
+  command->result = kf_memory_register(engine, command->subject, command->error);
+}
+
+kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, kf_error *error) {
+  kf_region *region = calloc(1, sizeof *region);
+  if (!region) {
+    kf_fail(error, -ENOMEM, "out of memory for a memory region");
+    return NULL;
+  }
+  region->start = start;
+  region->length = length;
+  kf_command command = {.run = run_register, .subject = region, .error = error};
+  if (kf_command_call(engine, &command) == 0) return region;
+  free(region);
+  return NULL;
+}
+
+static void run_unregister(kf_engine *engine, kf_command *command) {
+  command->result = kf_memory_unregister(engine, command->subject, command->error);
+}
+
+int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error) {
+  kf_command command = {.run = run_unregister, .subject = region, .error = error};
+  return kf_command_call(engine, &command);
+}
+
+static void run_connect(kf_engine *engine, kf_command *command) {
+  command->subject = kf_peers_insert(engine, command->bytes, command->length, command->error);
+}
+
+kf_peer *kf_connect(kf_engine *engine, const unsigned char *address, uint32_t length, kf_error *error) {
+  kf_command command = {.run = run_connect, .bytes = address, .length = length, .error = error};
+  return kf_command_call(engine, &command) == 0 ? command.subject : NULL;
+}
+
+static void run_disconnect(kf_engine *engine, kf_command *command) {
+  command->result = kf_peers_drop(engine, command->subject, command->error);
+}
+
+int kf_disconnect(kf_engine *engine, kf_peer *peer, kf_error *error) {
+  kf_command command = {.run = run_disconnect, .subject = peer, .error = error};
+  return kf_command_call(engine, &command);
+}
+
+static void run_begin(kf_engine *engine, kf_command *command) { kf_transfer_begin(engine, command->subject); }
+
+static void forget(kf_engine *engine, kf_transfer *transfer) {
+  pthread_mutex_lock(&engine->registry.lock);
+  kf_registry_remove(&engine->registry, transfer);
+  pthread_mutex_unlock(&engine->registry.lock);
+  kf_transfer_free(transfer);
+}
+
+static int begin(kf_engine *engine, kf_transfer *transfer) {
+  kf_command *command = calloc(1, sizeof *command);
+  if (!command) return -ENOMEM;
+  command->run = run_begin;
+  command->subject = transfer;
+  atomic_fetch_add(&engine->active_transfers, 1);
+  int rc = kf_command_send(engine, command);
+  if (rc == 0) return 0;
+  atomic_fetch_sub(&engine->active_transfers, 1);
+  free(command);
+  return rc;
+}
+
+uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *error) {
+  if (kf_schedule_check(schedule, error)) return 0;
+  kf_transfer *transfer = kf_transfer_new(schedule, engine->options.trace);
+  int rc = transfer ? kf_registry_add(&engine->registry, transfer) : -ENOMEM;
+  if (rc) {
+    if (transfer) kf_transfer_free(transfer);
+    kf_fail(error, rc, "cannot keep one more transfer: %s", fi_strerror(-rc));
+    return 0;
+  }
+  uint64_t id = transfer->id; /* once begun, the transfer may end at any time */
+  rc = begin(engine, transfer);
+  if (rc == 0) return id;
+  forget(engine, transfer);
+  kf_fail(error, rc, "cannot start a transfer: %s", fi_strerror(-rc));
+  return 0;
+}
+
+/* A transfer that has ended, or was released, is left alone: its last event tells how it ended. */
+static void run_cancel(kf_engine *engine, kf_command *command) {
+  pthread_mutex_lock(&engine->registry.lock);
+  kf_transfer *transfer = kf_registry_get(&engine->registry, command->id);
+  bool live = transfer && !transfer->ended;
+  pthread_mutex_unlock(&engine->registry.lock);
+  if (live && transfer->state < KF_DRAINING) kf_transfer_stop(engine, transfer, KF_END_CANCELLED, 0, "");
+}
+
+int kf_cancel(kf_engine *engine, uint64_t id) {
+  kf_command *command = calloc(1, sizeof *command);
+  if (!command) return -ENOMEM;
+  command->run = run_cancel;
+  command->id = id;
+  int rc = kf_command_send(engine, command);
+  if (rc) free(command);
+  return rc;
+}
+
+int kf_trace(kf_engine *engine, uint64_t id, uint64_t *seen_ns, uint64_t *post_ns, uint32_t room) {
+  pthread_mutex_lock(&engine->registry.lock);
+  const kf_transfer *transfer = kf_registry_get(&engine->registry, id);
+  int layers = -ENOENT;
+  if (transfer && !transfer->ended) layers = -EBUSY;
+  if (transfer && transfer->ended) {
+    layers = transfer->post_ns ? (int)transfer->plan.layers : 0;
+    uint32_t copied = (uint32_t)layers < room ? (uint32_t)layers : room;
+    if (copied) memcpy(seen_ns, transfer->seen_ns, copied * sizeof *seen_ns);
+    if (copied) memcpy(post_ns, transfer->post_ns, copied * sizeof *post_ns);
+  }
+  pthread_mutex_unlock(&engine->registry.lock);
+  return layers;
+}
+
+int kf_release(kf_engine *engine, uint64_t id) {
+  pthread_mutex_lock(&engine->registry.lock);
+  kf_transfer *transfer = kf_registry_get(&engine->registry, id);
+  int rc = !transfer ? -ENOENT : transfer->ended ? 0 : -EBUSY;
+  if (rc == 0) kf_registry_remove(&engine->registry, transfer);
+  pthread_mutex_unlock(&engine->registry.lock);
+  if (rc) return rc;
+  kf_events_remove(&engine->events, &transfer->node);
+  kf_transfer_free(transfer);
+  atomic_fetch_sub(&engine->held_transfers, 1);
+  return 0;
+}

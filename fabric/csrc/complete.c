@@ -1,0 +1,93 @@
+/* Reads the completion queue: immediates that arrived, writes that ended. */
+#include "internal.h"
+
+#include <stdio.h>
+#include <string.h>
+
+#define BATCH 64
+#define BATCHES 4 /* before the thread looks at counters and commands again */
+
+static void retire(kf_engine *engine, kf_write *write) {
+  if (write->flipped) *write->flipped ^= 0xff; /* the source is right again */
+  engine->in_flight_bytes -= write->bytes;
+  kf_sub(&engine->in_flight, 1);
+  write->transfer->in_flight--;
+  write->transfer->node.event.last_completion_ns = kf_now();
+  write->transfer = NULL;
+  write->flipped = NULL;
+  write->next = engine->free_writes;
+  engine->free_writes = write;
+}
+
+static void complete(kf_engine *engine, const struct fi_cq_data_entry *entry) {
+  if (entry->flags & FI_REMOTE_CQ_DATA) {
+    kf_slots_count(&engine->slots, (uint32_t)entry->data, kf_now());
+    return;
+  }
+  kf_write *write = entry->op_context;
+  if (!write || !write->transfer) return;
+  kf_transfer *transfer = write->transfer;
+  retire(engine, write);
+  kf_transfer_settle(engine, transfer);
+}
+
+/* A write that ended in an error, with what libfabric and the provider say about it. */
+static void complete_failed(kf_engine *engine, kf_write *write, int error, int provider_code) {
+  kf_transfer *transfer = write->transfer;
+  char text[KF_TEXT];
+  retire(engine, write);
+  if (error == FI_ECANCELED) { /* the provider flushed it with its connection */
+    error = ECONNRESET;
+    snprintf(text, sizeof text, "connection to the receiver was lost with the write in flight: the receiver has died, "
+             "or refused the memory key (provider code %d)", provider_code);
+  } else {
+    snprintf(text, sizeof text, "write did not complete: %s (provider code %d)", fi_strerror(error), provider_code);
+  }
+  kf_transfer_stop(engine, transfer, KF_END_FAILED, error, text);
+}
+
+/* An error entry with one of our contexts is the end of that write; without, it is the connection's own trouble. */
+static bool complete_error(kf_engine *engine) {
+  struct fi_cq_err_entry entry = {0};
+  if (fi_cq_readerr(engine->endpoint.cq, &entry, 0) != 1) return false;
+  kf_write *write = entry.op_context;
+  if (write && write->transfer)
+    complete_failed(engine, write, entry.err, entry.prov_errno);
+  else
+    kf_add(&engine->errors, 1);
+  return true;
+}
+
+/* For providers that do not notice a process's end: its writes cannot land any more, nor will they complete. */
+bool kf_complete_dead_peers(kf_engine *engine) {
+  bool any = false;
+  for (uint32_t i = 0; i < engine->options.window; i++) {
+    kf_write *write = &engine->writes[i];
+    if (!write->transfer) continue;
+    if (!kf_provider_peer_dead(engine->endpoint.provider, write->transfer->plan.peer->bytes)) continue;
+    complete_failed(engine, write, FI_ECANCELED, ESRCH);
+    any = true;
+  }
+  return any;
+}
+
+bool kf_complete_round(kf_engine *engine) {
+  struct fi_cq_data_entry entries[BATCH];
+  bool progress = false;
+  for (int i = 0; i < BATCHES; i++) {
+    ssize_t n = fi_cq_read(engine->endpoint.cq, entries, BATCH);
+    if (n == -FI_EAGAIN) break;
+    if (n == -FI_EAVAIL) {
+      progress |= complete_error(engine);
+      continue;
+    }
+    if (n < 0) {
+      kf_add(&engine->errors, 1);
+      break;
+    }
+    for (ssize_t k = 0; k < n; k++) complete(engine, &entries[k]);
+    progress = true;
+    if (n < BATCH) break;
+  }
+  return progress;
+}

@@ -1,0 +1,308 @@
+/* What the files of the fabric share. Fields are owned by the engine's thread unless a lock or `_Atomic` is named. */
+#ifndef KF_INTERNAL_H
+#define KF_INTERNAL_H
+
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* ppoll, pthread_setname_np */
+#endif
+
+#include "kf.h"
+
+#include <errno.h>
+#include <pthread.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <time.h>
+
+#define KF_ADDRESS_MAX 256
+#define KF_GATHER_MAX 8
+#define KF_CACHE_LINE 64
+
+/* ---- provider.c: what differs between providers ---- */
+typedef struct {
+  const char *name;     /* what users say */
+  const char *prov;     /* what libfabric calls it */
+  uint64_t mr_mode;     /* memory registration modes that we can serve */
+  bool over_ip;         /* binds to an IP address */
+  bool has_wait_fd;     /* its completion queue can wake poll() */
+  uint64_t write_flags; /* completion level: a write is complete when its bytes are in the target's memory */
+} kf_provider;
+
+const kf_provider *kf_provider_find(const char *name);
+bool kf_provider_peer_dead(const kf_provider *provider, const unsigned char *address);
+int kf_provider_info(const kf_provider *provider, const char *bind, struct fi_info **info);
+
+/* ---- endpoint.c: the libfabric objects of an engine ---- */
+typedef struct {
+  const kf_provider *provider;
+  struct fi_info *info;
+  struct fid_fabric *fabric;
+  struct fid_domain *domain;
+  struct fid_cq *cq;
+  struct fid_av *av;
+  struct fid_ep *ep;
+  int wait_fd; /* -1: none */
+  unsigned char address[KF_ADDRESS_MAX];
+  size_t address_length;
+} kf_endpoint;
+
+int kf_endpoint_open(kf_endpoint *endpoint, const kf_options *options, kf_error *error);
+void kf_endpoint_close(kf_endpoint *endpoint);
+
+/* ---- events.c: a queue that never loses and never allocates, since every node lives in what caused it ---- */
+typedef struct kf_event_node {
+  kf_event event;
+  struct kf_event_node *next;
+  struct kf_event_node *previous;
+  bool queued;
+} kf_event_node;
+
+typedef struct {
+  pthread_mutex_t lock;
+  kf_event_node head; /* sentinel of a ring */
+  int fd;             /* readable while the queue is not empty */
+} kf_events;
+
+int kf_events_open(kf_events *events);
+void kf_events_close(kf_events *events);
+void kf_events_push(kf_events *events, kf_event_node *node);
+void kf_events_remove(kf_events *events, kf_event_node *node);
+int kf_events_take(kf_events *events, kf_event *out, int room);
+
+/* ---- slots.c: counters of arrived pages ---- */
+typedef struct {
+  bool armed;
+  uint32_t generation;
+  uint64_t expected;
+  uint64_t arrived;
+  uint64_t first_ns;
+  kf_event_node *nodes; /* two: ARRIVED, OVERRUN; allocated by expect, freed by disarm */
+} kf_slot;
+
+typedef struct {
+  pthread_mutex_t lock; /* taken before the events' lock */
+  kf_events *events;
+  kf_slot slots[KF_MAX_SLOTS];
+  _Atomic uint64_t armed;
+  _Atomic uint64_t stale;
+  _Atomic uint64_t counted;
+} kf_slots;
+
+int kf_slots_open(kf_slots *slots, kf_events *events);
+void kf_slots_close(kf_slots *slots);
+int kf_slots_expect(kf_slots *slots, uint32_t slot, uint32_t generation, uint64_t pages);
+int kf_slots_disarm(kf_slots *slots, uint32_t slot, uint32_t generation);
+uint64_t kf_slots_arrived(kf_slots *slots, uint32_t slot);
+void kf_slots_count(kf_slots *slots, uint32_t immediate, uint64_t now_ns);
+
+/* ---- memory.c, peers.c, counter.c ---- */
+struct kf_region {
+  kf_region *next;
+  void *start;
+  uint64_t length;
+  struct fid_mr *mr;
+  void *local_descriptor;
+  kf_remote remote;
+  uint32_t readers; /* transfers that read from it */
+};
+
+struct kf_peer {
+  struct kf_peer *next;
+  fi_addr_t address;
+  uint32_t users; /* connects and transfers */
+  uint32_t length;
+  unsigned char bytes[KF_ADDRESS_MAX];
+};
+
+struct kf_counter {
+  _Alignas(KF_CACHE_LINE) _Atomic uint64_t value; /* alone in its cache line: compute threads write it */
+  _Alignas(KF_CACHE_LINE) kf_engine *engine;
+  kf_counter *next;
+  _Atomic uint32_t waiters; /* transfers that follow it */
+};
+
+int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error);
+int kf_memory_unregister(kf_engine *engine, kf_region *region, kf_error *error);
+kf_peer *kf_peers_insert(kf_engine *engine, const unsigned char *bytes, uint32_t length, kf_error *error);
+int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error);
+void kf_peers_close(kf_engine *engine);
+void kf_memory_revoke(kf_engine *engine);
+void kf_memory_close(kf_engine *engine);
+void kf_counters_close(kf_engine *engine);
+
+/* ---- transfer.c: the life of a transfer ---- */
+typedef enum { KF_WAITING, KF_POSTING, KF_DRAINING, KF_END_DONE, KF_END_CANCELLED, KF_END_FAILED, KF_STATES } kf_state;
+
+typedef struct kf_transfer {
+  uint64_t id;
+  uint32_t index; /* in the registry */
+  kf_state state;
+  kf_state end; /* where draining leads */
+  kf_schedule plan;
+  kf_run *runs;
+  bool whole_pages;      /* neighbouring pages of a run are one contiguous range on both sides */
+  uint32_t layers_seen;  /* done by the model */
+  uint32_t layer;        /* next to post: layer, run, page within the run */
+  uint32_t run;
+  int32_t page;
+  uint32_t in_flight;
+  bool ended; /* registry's lock: the last event is out, `seen_ns` and `post_ns` are fixed */
+  uint64_t stalled_ns; /* since when the provider takes nothing; 0: it does */
+  uint64_t *seen_ns;   /* [layers] */
+  uint64_t *post_ns;   /* [layers], only when tracing */
+  kf_event_node node;  /* also holds the running totals */
+  struct kf_transfer *next;
+  struct kf_transfer *previous;
+} kf_transfer;
+
+typedef struct {
+  pthread_mutex_t lock;
+  kf_transfer **items;
+  uint32_t *free_indices;
+  uint32_t room;
+  uint32_t free_count;
+  uint64_t serial;
+} kf_registry;
+
+int kf_registry_open(kf_registry *registry);
+void kf_registry_close(kf_registry *registry);
+int kf_registry_add(kf_registry *registry, kf_transfer *transfer);
+kf_transfer *kf_registry_get(kf_registry *registry, uint64_t id);
+void kf_registry_remove(kf_registry *registry, kf_transfer *transfer);
+
+kf_transfer *kf_transfer_new(const kf_schedule *plan, bool trace);
+void kf_transfer_free(kf_transfer *transfer);
+bool kf_state_allows(kf_state from, kf_state to);
+void kf_transfer_move(kf_transfer *transfer, kf_state to);
+void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer);
+void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what);
+void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer);
+
+/* ---- schedule.c, post.c, complete.c ---- */
+int kf_schedule_check(const kf_schedule *plan, kf_error *error);
+bool kf_schedule_moved(const kf_engine *engine);
+bool kf_schedule_watch(kf_engine *engine);
+
+typedef struct kf_write {
+  struct fi_context2 context; /* first: libfabric gives its address back */
+  kf_transfer *transfer;
+  uint32_t pages;
+  uint64_t bytes;
+  unsigned char *flipped; /* byte that the CORRUPT fault turned, to be turned back */
+  struct kf_write *next;
+} kf_write;
+
+bool kf_post_round(kf_engine *engine);
+bool kf_complete_round(kf_engine *engine);
+bool kf_complete_dead_peers(kf_engine *engine);
+
+/* ---- fault.c ---- */
+typedef struct {
+  _Atomic bool on; /* any of the three; the one branch that the hot path pays */
+  _Atomic uint64_t corrupt;
+  _Atomic uint64_t fail;
+  _Atomic uint64_t delay_ns;
+} kf_faults;
+
+int kf_faults_set(kf_faults *faults, int kind, uint64_t value);
+uint64_t kf_faults_hold_until(const kf_faults *faults, uint64_t seen_ns);
+bool kf_faults_fail(kf_faults *faults);
+bool kf_faults_corrupt(kf_faults *faults);
+
+/* ---- command.c: how other threads ask the engine's thread to do something ---- */
+typedef struct kf_command {
+  void (*run)(kf_engine *engine, struct kf_command *command);
+  void *subject;
+  const unsigned char *bytes;
+  uint32_t length;
+  uint64_t id;
+  int result;
+  kf_error *error;
+  bool waited_for; /* the caller owns it and waits for `done`; otherwise the thread frees it */
+  bool done;
+  struct kf_command *next;
+} kf_command;
+
+int kf_command_call(kf_engine *engine, kf_command *command);
+int kf_command_send(kf_engine *engine, kf_command *command);
+bool kf_command_round(kf_engine *engine);
+bool kf_command_waiting(kf_engine *engine);
+void kf_command_refuse_all(kf_engine *engine);
+
+/* ---- engine.c, thread.c ---- */
+struct kf_engine {
+  kf_options options;
+  char provider_name[16];
+  char bind[64];
+  kf_endpoint endpoint;
+  uint32_t gather;
+
+  pthread_t thread;
+  int wake_fd;
+  _Atomic bool sleeping;
+  _Atomic bool stopping;
+
+  pthread_mutex_t command_lock;
+  pthread_cond_t command_done;
+  kf_command *command_head; /* command_lock */
+  kf_command *command_tail; /* command_lock */
+  bool commands_open;       /* command_lock */
+  bool opened;              /* command_lock: the thread has tried to open the endpoint */
+  int open_result;          /* command_lock */
+  kf_error *open_error;     /* the opener's, until `opened` */
+  _Atomic uint32_t command_count;
+
+  kf_events events;
+  kf_slots slots;
+  kf_registry registry;
+  kf_faults faults;
+
+  kf_peer *peers;
+  kf_region *region_list;
+  kf_counter *counter_list;
+  kf_transfer active; /* sentinel of a ring */
+  kf_write *writes;
+  kf_write *free_writes;
+  uint64_t hold_until_ns; /* earliest write that the DELAY fault holds back; 0: none */
+  bool stalled;           /* the provider refused a write for want of room in the last round */
+  uint64_t nap_ns;
+  uint64_t dead_check_ns;
+  uint64_t in_flight_bytes;
+
+  _Atomic uint64_t active_transfers;
+  _Atomic uint64_t held_transfers;
+  _Atomic uint64_t in_flight;
+  _Atomic uint64_t regions;
+  _Atomic uint64_t peer_count;
+  _Atomic uint64_t counters;
+  _Atomic uint64_t total_writes;
+  _Atomic uint64_t total_pages;
+  _Atomic uint64_t total_bytes;
+  _Atomic uint64_t errors;
+  _Atomic uint64_t sleeps;
+};
+
+void *kf_thread_main(void *engine);
+void kf_wake(kf_engine *engine);
+int kf_fail(kf_error *error, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
+
+static inline uint64_t kf_now(void) {
+  struct timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+/* Totals that only the engine's thread writes: a plain add without a locked instruction. */
+static inline void kf_add(_Atomic uint64_t *total, uint64_t n) {
+  atomic_store_explicit(total, atomic_load_explicit(total, memory_order_relaxed) + n, memory_order_relaxed);
+}
+static inline void kf_sub(_Atomic uint64_t *total, uint64_t n) { kf_add(total, (uint64_t)0 - n); }
+
+#endif

@@ -1,0 +1,155 @@
+/* kvferry's fabric: one-sided page writes over libfabric, posted by one thread that follows layer counters.
+ *
+ * Every function but kf_open and kf_close may be called from any thread. A kf_error that is passed in is filled on
+ * failure only. Functions that return int give 0 or a negative errno value (libfabric's share the number space).
+ */
+#ifndef KF_H
+#define KF_H
+
+#include <stdint.h>
+
+/* The text between the two marks is also what cffi reads: plain C, no macros but integers. */
+/* cffi: begin */
+
+/* Immediate: [slot][generation][pages], as in kvferry_proto.immediate. */
+#define KF_SLOT_BITS 10
+#define KF_GENERATION_BITS 10
+#define KF_PAGES_BITS 12
+#define KF_MAX_SLOTS 1024
+#define KF_MAX_GENERATIONS 1024
+#define KF_MAX_PAGES_PER_WRITE 4095
+#define KF_TEXT 232
+
+typedef struct kf_engine kf_engine;
+typedef struct kf_region kf_region;
+typedef struct kf_peer kf_peer;
+typedef struct kf_counter kf_counter;
+
+typedef struct {
+  int code; /* negative errno */
+  char text[KF_TEXT];
+} kf_error;
+
+typedef struct {
+  const char *provider;     /* tcp, net, shm, efa or verbs */
+  const char *bind;         /* local address that the endpoint binds to, for providers over IP */
+  uint64_t spin_ns;         /* how long the thread spins after the last progress */
+  uint64_t max_write_bytes; /* neighbouring pages are merged up to this size */
+  uint64_t window_bytes;    /* no more writes are posted while this much is in flight, over all transfers */
+  uint32_t window;          /* the same in writes */
+  uint32_t gather;          /* scattered pages in one write; 0: as many as the provider takes */
+  uint64_t stall_ns;        /* a transfer that cannot post anything for this long fails */
+  int trace;                /* keep per-layer times */
+} kf_options;
+
+typedef struct {
+  int32_t source;      /* first page at the sender */
+  int32_t destination; /* first page at the receiver */
+  int32_t count;       /* neighbouring pages on both sides */
+} kf_run;
+
+typedef struct {
+  uint64_t base; /* what offsets are added to: an address, or 0 */
+  uint64_t length;
+  uint64_t key;
+} kf_remote;
+
+typedef struct {
+  kf_counter *counter;  /* NULL: everything may be posted at once */
+  uint64_t first_value; /* layer l may be posted when the counter is at least first_value + l */
+  uint32_t layers;
+  uint32_t slot;
+  uint32_t generation;
+  uint32_t run_count;
+  kf_region *region;
+  kf_peer *peer;
+  kf_remote remote;
+  uint64_t source_start; /* bytes from the start of the region to layer 0, page 0 */
+  uint64_t destination_start;
+  uint64_t source_layer_stride;
+  uint64_t destination_layer_stride;
+  uint64_t source_page_stride;
+  uint64_t destination_page_stride;
+  uint64_t source_offset; /* bytes from the start of a page */
+  uint64_t destination_offset;
+  uint64_t length;    /* bytes of the piece that travels for every page */
+  const kf_run *runs; /* copied */
+} kf_schedule;
+
+enum kf_event_kind { KF_ARRIVED = 1, KF_OVERRUN = 2, KF_DONE = 3, KF_CANCELLED = 4, KF_FAILED = 5 };
+
+typedef struct {
+  uint32_t kind;
+  uint32_t slot;
+  uint32_t generation;
+  uint32_t error;           /* FAILED: errno */
+  uint64_t transfer;        /* 0 for slot events */
+  uint64_t pages;           /* arrived, or posted */
+  uint64_t bytes;           /* posted */
+  uint64_t writes;          /* posted */
+  uint64_t first_ns;        /* slot events: first arrival; CLOCK_MONOTONIC, as all times */
+  uint64_t last_ns;         /* slot events: the arrival that completed the count */
+  uint64_t registered_ns;   /* transfers */
+  uint64_t first_post_ns;   /* 0: nothing was posted */
+  uint64_t last_counter_ns; /* when the last layer was seen done; 0: never */
+  uint64_t last_completion_ns;
+  char text[KF_TEXT]; /* FAILED: what went wrong */
+} kf_event;
+
+typedef struct {
+  uint64_t armed_slots;
+  uint64_t active_transfers; /* not yet ended */
+  uint64_t held_transfers;   /* ended, not yet released */
+  uint64_t in_flight_writes;
+  uint64_t regions;
+  uint64_t peers;
+  uint64_t counters;
+  uint64_t stale_immediates;
+  uint64_t writes;
+  uint64_t pages;
+  uint64_t bytes;
+  uint64_t arrivals; /* immediates that counted */
+  uint64_t errors;
+  uint64_t sleeps;
+} kf_stats_values;
+
+enum kf_fault_kind { KF_FAULT_CORRUPT = 1, KF_FAULT_DELAY = 2, KF_FAULT_FAIL = 3 };
+
+kf_engine *kf_open(const kf_options *options, kf_error *error);
+void kf_close(kf_engine *engine);
+int kf_available(const char *provider, const char *bind);
+int kf_address(kf_engine *engine, unsigned char *bytes, uint32_t room, uint32_t *length);
+int kf_event_fd(kf_engine *engine);
+
+kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, kf_error *error);
+int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error); /* -EBUSY while a transfer reads from it */
+void kf_region_remote(const kf_region *region, kf_remote *remote);
+
+kf_peer *kf_connect(kf_engine *engine, const unsigned char *address, uint32_t length, kf_error *error);
+int kf_disconnect(kf_engine *engine, kf_peer *peer, kf_error *error); /* takes effect when its transfers have ended */
+
+kf_counter *kf_counter_new(kf_engine *engine, kf_error *error);
+int kf_counter_free(kf_counter *counter, kf_error *error); /* -EBUSY while a schedule waits on it */
+uint64_t kf_counter_address(kf_counter *counter);
+uint64_t kf_counter_value(kf_counter *counter);
+void kf_counter_bump(kf_counter *counter, uint64_t n);
+
+int kf_expect(kf_engine *engine, uint32_t slot, uint32_t generation, uint64_t pages);
+int kf_disarm(kf_engine *engine, uint32_t slot, uint32_t generation); /* 1: was armed so, 0: was not */
+uint64_t kf_arrived(kf_engine *engine, uint32_t slot);
+
+uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *error); /* transfer id, or 0 */
+int kf_cancel(kf_engine *engine, uint64_t transfer);
+int kf_trace(kf_engine *engine, uint64_t transfer, uint64_t *seen_ns, uint64_t *post_ns, uint32_t room);
+int kf_release(kf_engine *engine, uint64_t transfer); /* after its last event */
+
+int kf_poll_events(kf_engine *engine, kf_event *events, int room);
+void kf_stats(kf_engine *engine, kf_stats_values *values);
+int kf_fault(kf_engine *engine, int kind, uint64_t value);
+
+uint32_t kf_immediate_pack(uint32_t slot, uint32_t generation, uint32_t pages);
+void kf_immediate_unpack(uint32_t value, uint32_t *slot, uint32_t *generation, uint32_t *pages);
+const char *kf_strerror(int code);
+
+/* cffi: end */
+#endif

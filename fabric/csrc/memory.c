@@ -1,0 +1,78 @@
+/* Memory regions. Every registration has a key of its own, so that each can be revoked by itself. */
+#include "internal.h"
+
+#include <stdlib.h>
+#include <sys/random.h>
+
+#define KEY_TRIES 16
+
+/* Where we choose the keys they are random: a key of an earlier region or incarnation never opens a later one. */
+static int random_key(const kf_engine *engine, uint64_t *key) {
+  if (getrandom(key, sizeof *key, 0) != (ssize_t)sizeof *key) return -errno;
+  size_t size = engine->endpoint.info->domain_attr->mr_key_size;
+  if (size < sizeof *key) *key &= (UINT64_C(1) << (8 * size)) - 1;
+  return 0;
+}
+
+static int open_mr(kf_engine *engine, kf_region *region) {
+  uint64_t access = FI_READ | FI_WRITE | FI_REMOTE_WRITE;
+  int rc = -FI_ENOKEY;
+  for (int i = 0; i < KEY_TRIES && rc == -FI_ENOKEY; i++) {
+    uint64_t key = 0;
+    int failed = random_key(engine, &key);
+    if (failed) return failed;
+    rc = fi_mr_reg(engine->endpoint.domain, region->start, region->length, access, 0, key, 0, &region->mr, NULL);
+  }
+  return rc;
+}
+
+int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error) {
+  int rc = open_mr(engine, region);
+  if (rc)
+    return kf_fail(error, rc, "cannot register %llu bytes with provider '%s': %s%s", (unsigned long long)region->length,
+                   engine->provider_name, fi_strerror(-rc),
+                   rc == -FI_ENOMEM ? " (is the memlock limit, ulimit -l, large enough?)" : "");
+  bool by_address = (engine->endpoint.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
+  region->local_descriptor = fi_mr_desc(region->mr);
+  region->remote.base = by_address ? (uint64_t)(uintptr_t)region->start : 0;
+  region->remote.length = region->length;
+  region->remote.key = fi_mr_key(region->mr);
+  region->next = engine->region_list;
+  engine->region_list = region;
+  atomic_fetch_add(&engine->regions, 1);
+  return 0;
+}
+
+static int close_region(kf_engine *engine, kf_region *region) {
+  int rc = region->mr ? fi_close(&region->mr->fid) : 0;
+  if (rc) return rc;
+  kf_region **link = &engine->region_list;
+  while (*link != region) link = &(*link)->next;
+  *link = region->next;
+  free(region);
+  atomic_fetch_sub(&engine->regions, 1);
+  return 0;
+}
+
+int kf_memory_unregister(kf_engine *engine, kf_region *region, kf_error *error) {
+  if (region->readers)
+    return kf_fail(error, -EBUSY, "memory region is the source of %u transfers: cancel them and wait for their end first",
+                   region->readers);
+  int rc = close_region(engine, region);
+  return rc ? kf_fail(error, rc, "cannot unregister memory: %s", fi_strerror(-rc)) : 0;
+}
+
+/* Ends all access, ours and the peers'; the regions themselves stay, as transfers still name them. */
+void kf_memory_revoke(kf_engine *engine) {
+  for (kf_region *region = engine->region_list; region; region = region->next)
+    if (fi_close(&region->mr->fid) == 0)
+      region->mr = NULL;
+    else
+      kf_add(&engine->errors, 1);
+}
+
+void kf_memory_close(kf_engine *engine) {
+  while (engine->region_list && close_region(engine, engine->region_list) == 0) continue;
+}
+
+void kf_region_remote(const kf_region *region, kf_remote *remote) { *remote = region->remote; }

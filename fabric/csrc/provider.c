@@ -1,0 +1,65 @@
+/* The one place that knows how providers differ. */
+#include "internal.h"
+
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define MODES_NIC (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
+
+/* FI_DELIVERY_COMPLETE: without it a write over tcp completes once its bytes are in a socket buffer, from where they
+ * may still reach the target after a cancel was confirmed, and a write that the target refuses looks like a success. */
+static const kf_provider table[] = {
+    {"efa", "efa", MODES_NIC, false, true, FI_DELIVERY_COMPLETE},
+    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, true, FI_DELIVERY_COMPLETE},
+    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, FI_DELIVERY_COMPLETE},
+    /* net has an fd, but in 1.17 it stays readable once a connection stands: sleeping on it would never sleep */
+    {"net", "net", MODES_NIC, true, false, FI_DELIVERY_COMPLETE},
+    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, FI_DELIVERY_COMPLETE},
+};
+
+const kf_provider *kf_provider_find(const char *name) {
+  for (size_t i = 0; i < sizeof table / sizeof *table; i++)
+    if (strcmp(table[i].name, name) == 0) return &table[i];
+  return NULL;
+}
+
+static struct fi_info *hints_for(const kf_provider *provider) {
+  struct fi_info *hints = fi_allocinfo();
+  if (!hints) return NULL;
+  hints->caps = FI_RMA | FI_MSG;
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->ep_attr->type = FI_EP_RDM;
+  hints->domain_attr->mr_mode = (int)provider->mr_mode;
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL; /* our thread makes progress; a second one would compete */
+  hints->fabric_attr->prov_name = strdup(provider->prov);
+  if (hints->fabric_attr->prov_name) return hints;
+  fi_freeinfo(hints);
+  return NULL;
+}
+
+int kf_provider_info(const kf_provider *provider, const char *bind, struct fi_info **info) {
+  struct fi_info *hints = hints_for(provider);
+  if (!hints) return -FI_ENOMEM;
+  const char *node = provider->over_ip ? bind : NULL;
+  int rc = fi_getinfo(FI_VERSION(1, 17), node, NULL, node ? FI_SOURCE : 0, hints, info);
+  fi_freeinfo(hints);
+  return rc;
+}
+
+/* Over shm the end of a process breaks no connection. Its address names its pid, which can be asked about. */
+bool kf_provider_peer_dead(const kf_provider *provider, const unsigned char *address) {
+  int pid = 0;
+  if (provider->over_ip || sscanf((const char *)address, "fi_shm://%d:", &pid) != 1 || pid <= 0) return false;
+  return kill(pid, 0) != 0 && errno == ESRCH;
+}
+
+int kf_available(const char *provider, const char *bind) {
+  const kf_provider *row = kf_provider_find(provider);
+  struct fi_info *info = NULL;
+  if (!row || kf_provider_info(row, bind, &info) != 0) return 0;
+  fi_freeinfo(info);
+  return 1;
+}

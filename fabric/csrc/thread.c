@@ -1,0 +1,175 @@
+/* The engine's thread: the only one that calls libfabric. It spins briefly while there is work, then sleeps. */
+#include "internal.h"
+
+#include <poll.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#define US 1000u
+#define MS 1000000u
+#define SAFETY_NS (10 * MS)       /* asleep with work: the queue's fd wakes us, this is the net below it */
+#define RETRY_NS (200 * US)       /* the provider had no room or is connecting */
+#define NAP_FIRST_NS (20 * US)    /* providers without an fd: naps double from here... */
+#define NAP_BUSY_NS (200 * US)    /* ...to here while writes are in flight, */
+#define NAP_ARMED_NS (1 * MS)     /* ...to here while slots are armed or layers awaited, */
+#define NAP_LISTENING_NS (5 * MS) /* ...to here while memory is registered that peers may still write to */
+#define TIMER_SLACK_NS (5 * US)
+#define FOREVER UINT64_MAX
+#define DEAD_CHECK_NS (100 * MS) /* without a completion for this long, see whether the receivers live */
+#define DRAIN_NS (1000ull * MS) /* at close, at most, for writes in flight */
+#define QUIET_NS (20 * MS)      /* at close, without any completion */
+
+static bool has_work(const kf_engine *e) {
+  return atomic_load(&e->in_flight) || atomic_load(&e->active_transfers) || atomic_load(&e->slots.armed);
+}
+
+/* Without an fd only our own look shows what has come. */
+static uint64_t nap(kf_engine *e) {
+  uint64_t longest = NAP_LISTENING_NS;
+  if (atomic_load(&e->in_flight))
+    longest = NAP_BUSY_NS;
+  else if (has_work(e))
+    longest = NAP_ARMED_NS;
+  else if (!atomic_load(&e->regions))
+    return FOREVER;
+  e->nap_ns = e->nap_ns ? 2 * e->nap_ns : NAP_FIRST_NS;
+  if (e->nap_ns > longest) e->nap_ns = longest;
+  return e->nap_ns;
+}
+
+static uint64_t sleep_limit(kf_engine *e) {
+  uint64_t limit = FOREVER;
+  if (e->endpoint.wait_fd < 0)
+    limit = nap(e);
+  else if (has_work(e))
+    limit = SAFETY_NS;
+  if (e->stalled && limit > RETRY_NS) limit = RETRY_NS;
+  if (e->hold_until_ns) {
+    uint64_t now = kf_now();
+    uint64_t left = e->hold_until_ns > now ? e->hold_until_ns - now : 1;
+    if (left < limit) limit = left;
+  }
+  return limit;
+}
+
+static void clear_wake(kf_engine *e) {
+  uint64_t count;
+  ssize_t n;
+  do n = read(e->wake_fd, &count, sizeof count);
+  while (n < 0 && errno == EINTR); /* EAGAIN: nobody woke us */
+}
+
+static void wait_fds(kf_engine *e, uint64_t limit) {
+  struct pollfd fds[2] = {{e->wake_fd, POLLIN, 0}, {e->endpoint.wait_fd, POLLIN, 0}};
+  struct timespec timeout = {(time_t)(limit / 1000000000u), (long)(limit % 1000000000u)};
+  atomic_fetch_add(&e->sleeps, 1);
+  int n = ppoll(fds, e->endpoint.wait_fd >= 0 ? 2 : 1, limit == FOREVER ? NULL : &timeout, NULL);
+  if (n < 0 && errno != EINTR) kf_add(&e->errors, 1);
+}
+
+/* `sleeping` is set before the last look: who changes something after that look sees it and writes to wake_fd. */
+static void sleep_now(kf_engine *e) {
+  uint64_t limit = sleep_limit(e);
+  atomic_store(&e->sleeping, true);
+  bool wanted = kf_command_waiting(e) || kf_schedule_moved(e) || atomic_load(&e->stopping);
+  if (!wanted && e->endpoint.wait_fd >= 0) {
+    struct fid *queue = &e->endpoint.cq->fid;
+    wanted = fi_trywait(e->endpoint.fabric, &queue, 1) != 0;
+  }
+  if (!wanted) wait_fds(e, limit);
+  atomic_store(&e->sleeping, false);
+  clear_wake(e);
+}
+
+static bool round_of_work(kf_engine *e) {
+  bool progress = kf_command_round(e);
+  progress |= kf_complete_round(e);
+  progress |= kf_schedule_watch(e);
+  progress |= kf_post_round(e);
+  return progress;
+}
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+static bool receivers_died(kf_engine *e, uint64_t last) {
+  if (e->endpoint.wait_fd >= 0 || !atomic_load(&e->in_flight)) return false;
+  uint64_t now = kf_now();
+  if (now - last < DEAD_CHECK_NS || now - e->dead_check_ns < DEAD_CHECK_NS) return false;
+  e->dead_check_ns = now;
+  return kf_complete_dead_peers(e);
+}
+
+static void serve(kf_engine *e) {
+  uint64_t last = kf_now();
+  while (!atomic_load_explicit(&e->stopping, memory_order_relaxed)) {
+    if (round_of_work(e) || receivers_died(e, last)) {
+      last = kf_now();
+      e->nap_ns = 0;
+    } else if (has_work(e) && !e->hold_until_ns && kf_now() - last < e->options.spin_ns) {
+      relax();
+    } else {
+      sleep_now(e);
+    }
+  }
+}
+
+static void cancel_all(kf_engine *e) {
+  for (kf_transfer *t = e->active.next, *next; t != &e->active; t = next) {
+    next = t->next;
+    if (t->state < KF_DRAINING) kf_transfer_stop(e, t, KF_END_CANCELLED, 0, "");
+  }
+}
+
+/* Reads completions until `quiet_ns` have passed without any and nothing is in flight, or until the deadline. */
+static void settle(kf_engine *e, uint64_t quiet_ns, uint64_t deadline) {
+  uint64_t now = kf_now(), quiet_since = now;
+  while (now < deadline && (atomic_load(&e->in_flight) || now - quiet_since < quiet_ns)) {
+    if (kf_complete_round(e))
+      quiet_since = kf_now();
+    else
+      wait_fds(e, NAP_BUSY_NS);
+    now = kf_now();
+  }
+}
+
+/* Before closing, both directions come to rest, or time is up. Ours: writes in flight read from memory that its owner
+ * is about to free. Theirs: the keys go, so that further writes are refused, and what is half received is taken to its
+ * end; rxm 1.17 dereferences a null pointer if its endpoint is closed in the middle of an incoming write. */
+static void drain(kf_engine *e) {
+  uint64_t deadline = kf_now() + DRAIN_NS;
+  cancel_all(e);
+  settle(e, 0, deadline);
+  kf_memory_revoke(e);
+  settle(e, QUIET_NS, deadline + QUIET_NS);
+}
+
+static int open_and_report(kf_engine *e) {
+  int rc = kf_endpoint_open(&e->endpoint, &e->options, e->open_error);
+  pthread_mutex_lock(&e->command_lock);
+  e->opened = true;
+  e->open_result = rc;
+  e->open_error = NULL;
+  e->commands_open = rc == 0;
+  pthread_cond_broadcast(&e->command_done);
+  pthread_mutex_unlock(&e->command_lock);
+  return rc;
+}
+
+void *kf_thread_main(void *engine) {
+  kf_engine *e = engine;
+  (void)prctl(PR_SET_TIMERSLACK, (unsigned long)TIMER_SLACK_NS); /* refused: naps are a little longer */
+  if (open_and_report(e) == 0) {
+    size_t limit = e->endpoint.info->tx_attr->iov_limit;
+    if (limit > e->endpoint.info->tx_attr->rma_iov_limit) limit = e->endpoint.info->tx_attr->rma_iov_limit;
+    if (limit > KF_GATHER_MAX) limit = KF_GATHER_MAX;
+    e->gather = e->options.gather && e->options.gather < limit ? e->options.gather : (uint32_t)(limit ? limit : 1);
+    serve(e);
+    drain(e);
+  }
+  kf_command_refuse_all(e);
+  return NULL;
+}

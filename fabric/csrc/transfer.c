@@ -1,0 +1,104 @@
+/* The life of a transfer, from registration to its one last event. */
+#include "internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define TO(state) (1u << (state))
+
+/* WAITING: for the next layer. POSTING: layers are done that have not been posted. DRAINING: nothing more is posted,
+ * writes are still in flight. An end is reached from DRAINING alone, so nothing is in flight at the end. */
+static const unsigned transitions[KF_STATES] = {
+    [KF_WAITING] = TO(KF_POSTING) | TO(KF_DRAINING),
+    [KF_POSTING] = TO(KF_WAITING) | TO(KF_DRAINING),
+    [KF_DRAINING] = TO(KF_END_DONE) | TO(KF_END_CANCELLED) | TO(KF_END_FAILED),
+};
+
+bool kf_state_allows(kf_state from, kf_state to) { return (transitions[from] & TO(to)) != 0; }
+
+void kf_transfer_move(kf_transfer *transfer, kf_state to) {
+  if (!kf_state_allows(transfer->state, to)) abort(); /* a defect here could give pages away under a write */
+  transfer->state = to;
+}
+
+kf_transfer *kf_transfer_new(const kf_schedule *plan, bool trace) {
+  kf_transfer *transfer = calloc(1, sizeof *transfer);
+  if (!transfer) return NULL;
+  transfer->plan = *plan;
+  transfer->runs = calloc(plan->run_count ? plan->run_count : 1, sizeof *transfer->runs);
+  transfer->seen_ns = calloc(plan->layers, sizeof *transfer->seen_ns);
+  if (trace) transfer->post_ns = calloc(plan->layers, sizeof *transfer->post_ns);
+  if (!transfer->runs || !transfer->seen_ns || (trace && !transfer->post_ns)) {
+    kf_transfer_free(transfer);
+    return NULL;
+  }
+  if (plan->run_count) memcpy(transfer->runs, plan->runs, plan->run_count * sizeof *plan->runs);
+  transfer->plan.runs = transfer->runs;
+  transfer->whole_pages = plan->length == plan->source_page_stride && plan->length == plan->destination_page_stride;
+  transfer->node.event.slot = plan->slot;
+  transfer->node.event.generation = plan->generation;
+  transfer->node.event.registered_ns = kf_now();
+  return transfer;
+}
+
+void kf_transfer_free(kf_transfer *transfer) {
+  free(transfer->runs);
+  free(transfer->seen_ns);
+  free(transfer->post_ns);
+  free(transfer);
+}
+
+void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer) {
+  transfer->plan.region->readers++;
+  transfer->plan.peer->users++;
+  if (transfer->plan.counter) transfer->plan.counter->waiters++;
+  transfer->next = &engine->active;
+  transfer->previous = engine->active.previous;
+  transfer->previous->next = transfer;
+  engine->active.previous = transfer;
+  if (transfer->plan.run_count == 0) kf_transfer_stop(engine, transfer, KF_END_DONE, 0, "");
+}
+
+static void leave(kf_engine *engine, kf_transfer *transfer) {
+  transfer->next->previous = transfer->previous;
+  transfer->previous->next = transfer->next;
+  transfer->plan.region->readers--;
+  if (transfer->plan.counter) transfer->plan.counter->waiters--;
+  if (kf_peers_drop(engine, transfer->plan.peer, NULL)) kf_add(&engine->errors, 1);
+}
+
+static uint32_t event_kind(kf_state end) {
+  if (end == KF_END_DONE) return KF_DONE;
+  return end == KF_END_CANCELLED ? KF_CANCELLED : KF_FAILED;
+}
+
+void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer) {
+  if (transfer->state != KF_DRAINING || transfer->in_flight) return;
+  kf_transfer_move(transfer, transfer->end);
+  leave(engine, transfer);
+  transfer->node.event.kind = event_kind(transfer->end);
+  atomic_fetch_add(&engine->held_transfers, 1);
+  atomic_fetch_sub(&engine->active_transfers, 1);
+  pthread_mutex_lock(&engine->registry.lock); /* over both: a release in between would free the event's node */
+  transfer->ended = true;
+  kf_events_push(&engine->events, &transfer->node);
+  pthread_mutex_unlock(&engine->registry.lock);
+}
+
+/* Stops posting for good. An error that comes while draining turns any end into a failure; the first error is kept. */
+void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what) {
+  kf_event *event = &transfer->node.event;
+  if (transfer->state != KF_DRAINING) {
+    kf_transfer_move(transfer, KF_DRAINING);
+    transfer->end = end;
+  } else if (end == KF_END_FAILED) {
+    transfer->end = end;
+  }
+  if (end == KF_END_FAILED && event->error == 0) {
+    event->error = (uint32_t)error;
+    snprintf(event->text, sizeof event->text, "%s", what);
+    kf_add(&engine->errors, 1);
+  }
+  kf_transfer_settle(engine, transfer);
+}

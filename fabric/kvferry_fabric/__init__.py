@@ -1,0 +1,31 @@
+"""kvferry's fabric: page writes over libfabric, posted layer by layer by one C thread."""
+
+from kvferry_fabric.checksums import page_checksums
+from kvferry_fabric.engine import TransferEngine
+from kvferry_fabric.errors import FabricError, FabricUnavailable, FabricUnavailableError, OutOfBoundsError
+from kvferry_fabric.events import EngineStats, Event, EventKind, LayerTimes
+from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer
+from kvferry_fabric.providers import PROVIDERS, providers
+from kvferry_fabric.runs import Runs, runs
+from kvferry_fabric.schedule import ChunkSchedule
+
+__all__ = [
+    "PROVIDERS",
+    "ChunkSchedule",
+    "EngineStats",
+    "Event",
+    "EventKind",
+    "FabricError",
+    "FabricUnavailable",
+    "FabricUnavailableError",
+    "LayerCounter",
+    "LayerTimes",
+    "MemoryRegion",
+    "OutOfBoundsError",
+    "Peer",
+    "Runs",
+    "TransferEngine",
+    "page_checksums",
+    "providers",
+    "runs",
+]

@@ -1,0 +1,317 @@
+"""TransferEngine: one libfabric endpoint with the C thread that posts and counts."""
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from threading import Lock
+from typing import Any, Self
+
+import numpy as np
+from kvferry_proto.memory import MemoryDescriptor
+
+from kvferry_fabric.errors import FabricError, OutOfBoundsError
+from kvferry_fabric.events import EngineStats, Event, EventKind, LayerTimes
+from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle
+from kvferry_fabric.native import NativeEngine
+from kvferry_fabric.providers import choose
+from kvferry_fabric.runs import Runs
+from kvferry_fabric.schedule import ChunkSchedule
+
+_BATCH = 64
+_ADDRESS_ROOM = 256
+_FAULTS = {"corrupt": 1, "delay": 2, "fail": 3}
+_REFUSED = {22, 34}
+"""EINVAL and ERANGE: the description of a transfer is at fault."""
+
+
+class TransferEngine:
+    """Moves pages to other engines with one-sided writes, and counts the pages that arrive.
+
+    Safe to use from several threads; close() is the exception, no other call may be running then. Nothing here holds
+    the GIL while it waits, and no Python runs between a layer's end and its writes.
+    """
+
+    def __init__(
+        self,
+        provider: str = "auto",
+        *,
+        incarnation: int,
+        trace: bool = False,
+        spin_us: int = 50,
+        max_write_bytes: int = 1 << 20,
+        bind: str = "127.0.0.1",
+        gather: int = 0,
+        window: int = 128,
+        window_bytes: int = 8 << 20,
+        stall_seconds: float = 2.0,
+    ) -> None:
+        """Open an endpoint and start its thread.
+
+        Args:
+            provider: tcp, net, shm, efa, verbs, or auto: the best present of efa, verbs, tcp.
+            incarnation: number of this start of the node; goes into every descriptor.
+            trace: keep per-layer times of each transfer (Event.layers).
+            spin_us: how long the thread spins after the last progress before it sleeps.
+            max_write_bytes: neighbouring pages are merged into writes of up to this size.
+            bind: local address, for providers over IP.
+            gather: scattered pages in one write; 0 means as many as the provider takes.
+            window: writes in flight at most, over all transfers.
+            window_bytes: no more writes are posted while this many bytes are in flight.
+            stall_seconds: a transfer that cannot post anything for this long, because its peer takes nothing, fails.
+
+        Raises FabricUnavailableError if the extension or provider is missing, FabricError if it cannot be opened.
+        """
+        self.provider = choose(provider, bind)
+        self.incarnation = incarnation
+        options = {
+            "spin_ns": spin_us * 1000,
+            "max_write_bytes": max_write_bytes,
+            "window_bytes": window_bytes,
+            "window": window,
+            "gather": gather,
+            "stall_ns": int(stall_seconds * 1e9),
+            "trace": trace,
+        }
+        self._native = NativeEngine(options, self.provider, bind)
+        # At interpreter exit, or when nobody refers to the engine: its thread must not outlive the memory it reads.
+        self._finalizer = weakref.finalize(self, self._native.close)
+        self._trace = trace
+        self._handles: set[_Handle] = set()
+        self._transfers: dict[int, ChunkSchedule] = {}
+        self._lock = Lock()
+        self._events = self._native.ffi.new("kf_event[]", _BATCH)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.address = self._read_address()
+        """fi_getname of the endpoint, in hex."""
+
+    def _read_address(self) -> str:
+        ffi, lib = self._native.ffi, self._native.lib
+        room, length = ffi.new("unsigned char[]", _ADDRESS_ROOM), ffi.new("uint32_t *")
+        self._native.check(lib.kf_address(self._native.pointer, room, _ADDRESS_ROOM, length), "endpoint address")
+        return bytes(ffi.buffer(room, length[0])).hex()
+
+    def register(self, buffer: memoryview) -> MemoryRegion:
+        """Register writable, contiguous memory and keep it alive. Each registration has a key of its own."""
+        identity = {"provider": self.provider, "address": self.address, "incarnation": self.incarnation}
+        return MemoryRegion(self._native, self._handles, buffer, identity)
+
+    def connect(self, address: str) -> Peer:
+        """Prepare to write to the engine at `address`. Raises FabricError if that is no address of this provider."""
+        return Peer(self._native, self._handles, address)
+
+    def new_counter(self) -> LayerCounter:
+        """Return a layer counter that stands at 0."""
+        return LayerCounter(self._native, self._handles)
+
+    def expect(self, slot: int, generation: int, pages: int) -> None:
+        """Arm a slot: ARRIVED is reported when `pages` pages have come. With 0 pages that is at once.
+
+        Stays armed until disarm(), so that an overrun is noticed. Raises FabricError if it is armed already.
+        """
+        code = self._native.lib.kf_expect(self._native.pointer, slot, generation, pages)
+        self._native.check(code, f"slot {slot}, generation {generation} cannot be armed")
+
+    def disarm(self, slot: int, generation: int) -> bool:
+        """Stop counting for a slot; its events that have not been polled are dropped. False if it was not armed so."""
+        return bool(self._native.check(self._native.lib.kf_disarm(self._native.pointer, slot, generation), "disarm"))
+
+    def arrived(self, slot: int) -> int:
+        """Pages that have arrived for a slot since it was armed."""
+        return int(self._native.lib.kf_arrived(self._native.pointer, slot))
+
+    def schedule_layers(self, chunk: ChunkSchedule) -> int:
+        """Register a chunk: each layer's pages are written once its counter says so. Returns a transfer id.
+
+        An empty chunk is DONE at once. Raises OutOfBoundsError, before anything is posted, if a page leaves either
+        region, and FabricError if the descriptor is not of this peer and provider.
+        """
+        return self._start(chunk)
+
+    def write(
+        self,
+        *,
+        peer: Peer,
+        region: MemoryRegion,
+        source_offset: int,
+        remote: MemoryDescriptor,
+        destination_offset: int,
+        length: int,
+        slot: int,
+        generation: int,
+    ) -> int:
+        """Write `length` bytes at once, as one page of the slot. Returns a transfer id; raises as schedule_layers()."""
+        single = ChunkSchedule(
+            counter=None,
+            first_value=0,
+            layers=1,
+            region=region,
+            peer=peer,
+            remote=remote,
+            slot=slot,
+            generation=generation,
+            source_layer_stride=0,
+            destination_layer_stride=0,
+            source_page_stride=length,
+            destination_page_stride=length,
+            length=length,
+            runs=np.array([[0, 0, 1]], np.int32),
+            source_start=source_offset,
+            destination_start=destination_offset,
+        )
+        return self._start(single)
+
+    def _start(self, chunk: ChunkSchedule) -> int:
+        self._check_remote(chunk)
+        runs = np.ascontiguousarray(chunk.runs, dtype=np.int32).reshape(-1, 3)
+        native, error = self._native, self._native.new_error()
+        try:
+            plan = native.ffi.new("kf_schedule *", self._fields(chunk, runs))
+        except OverflowError as wrong:
+            msg = f"a transfer's numbers must not be negative and fit 64 bits: {wrong}"
+            raise OutOfBoundsError(msg, 34) from wrong
+        with self._lock:  # the event may be polled before this thread goes on
+            transfer = int(native.lib.kf_start(native.pointer, plan, error))
+            if transfer:
+                self._transfers[transfer] = chunk
+        if not transfer:
+            kind = OutOfBoundsError if -error.code in _REFUSED else FabricError
+            raise kind(*native.describe(error))
+        return transfer
+
+    def _check_remote(self, chunk: ChunkSchedule) -> None:
+        remote = chunk.remote
+        if (remote.provider, remote.address) != (self.provider, chunk.peer.address):
+            msg = (
+                f"memory of {remote.provider} endpoint {remote.address} cannot be written through "
+                f"{self.provider} peer {chunk.peer.address}"
+            )
+            raise FabricError(msg)
+
+    def _fields(self, chunk: ChunkSchedule, runs: Runs) -> dict[str, Any]:
+        remote = chunk.remote
+        return {
+            "counter": chunk.counter.handle if chunk.counter else self._native.ffi.NULL,
+            "first_value": chunk.first_value,
+            "layers": chunk.layers,
+            "slot": chunk.slot,
+            "generation": chunk.generation,
+            "run_count": len(runs),
+            "region": chunk.region.handle,
+            "peer": chunk.peer.handle,
+            "remote": {"base": remote.base, "length": remote.length, "key": remote.key},
+            "source_start": chunk.source_start,
+            "destination_start": chunk.destination_start,
+            "source_layer_stride": chunk.source_layer_stride,
+            "destination_layer_stride": chunk.destination_layer_stride,
+            "source_page_stride": chunk.source_page_stride,
+            "destination_page_stride": chunk.destination_page_stride,
+            "source_offset": chunk.source_offset,
+            "destination_offset": chunk.destination_offset,
+            "length": chunk.length,
+            "runs": self._native.ffi.from_buffer("kf_run[]", runs),
+        }
+
+    def cancel(self, transfer: int) -> None:
+        """Stop posting a transfer. Its last event follows when nothing of it is in flight any more.
+
+        That event is CANCELLED, or DONE or FAILED if it got there first. A transfer that has ended is left alone.
+        """
+        self._native.check(self._native.lib.kf_cancel(self._native.pointer, transfer), "cancel")
+
+    def poll(self) -> list[Event]:
+        """Return the events since the last call; does not wait."""
+        native = self._native
+        with self._lock:
+            events: list[Event] = []
+            while True:
+                count = native.lib.kf_poll_events(native.pointer, self._events, _BATCH)
+                events.extend(self._event(self._events[i]) for i in range(count))
+                if count < _BATCH:
+                    return events
+
+    def _event(self, raw: Any) -> Event:  # noqa: ANN401 - cdata
+        transfer = raw.transfer
+        chunk = self._transfers.pop(transfer, None)
+        layers = None
+        if chunk is not None:
+            layers = self._layer_times(transfer, chunk.layers) if self._trace else None
+            self._native.check(self._native.lib.kf_release(self._native.pointer, transfer), "release")
+        return Event(
+            kind=EventKind(raw.kind),
+            slot=raw.slot,
+            generation=raw.generation,
+            pages=raw.pages,
+            transfer=transfer,
+            bytes=raw.bytes,
+            writes=raw.writes,
+            first_arrival_ns=raw.first_ns,
+            last_arrival_ns=raw.last_ns,
+            registered_ns=raw.registered_ns,
+            first_post_ns=raw.first_post_ns,
+            last_counter_ns=raw.last_counter_ns,
+            last_completion_ns=raw.last_completion_ns,
+            error=raw.error,
+            text=self._native.ffi.string(raw.text).decode(errors="replace"),
+            peer=chunk.peer.address if chunk else "",
+            layers=layers,
+        )
+
+    def _layer_times(self, transfer: int, layers: int) -> LayerTimes:
+        ffi, lib = self._native.ffi, self._native.lib
+        seen, posted = ffi.new("uint64_t[]", layers), ffi.new("uint64_t[]", layers)
+        self._native.check(lib.kf_trace(self._native.pointer, transfer, seen, posted, layers), "trace")
+        return LayerTimes(tuple(seen), tuple(posted))
+
+    @property
+    def event_fd(self) -> int:
+        """A file descriptor that is readable while events wait to be polled."""
+        return int(self._native.lib.kf_event_fd(self._native.pointer))
+
+    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[Event], None]) -> None:
+        """Have `callback` run on `loop` for every event, in order. One that raises goes to the loop's handler."""
+        self.detach()
+
+        def ready() -> None:
+            for event in self.poll():
+                loop.call_soon(callback, event)
+
+        loop.add_reader(self.event_fd, ready)
+        self._loop = loop
+
+    def detach(self) -> None:
+        """Undo attach()."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self.event_fd)
+        self._loop = None
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counts."""
+        values = self._native.ffi.new("kf_stats_values *")
+        self._native.lib.kf_stats(self._native.pointer, values)
+        return EngineStats(**{name: getattr(values, name) for name in EngineStats._fields})
+
+    def fault(self, kind: str, value: int) -> None:
+        """Inject a fault, for tests: "corrupt" or "fail" the value-th write from now, "delay" all by value ns; 0: none.
+
+        Raises ValueError for another kind.
+        """
+        if kind not in _FAULTS:
+            msg = f"fault {kind!r} is not one of {', '.join(_FAULTS)}"
+            raise ValueError(msg)
+        self._native.check(self._native.lib.kf_fault(self._native.pointer, _FAULTS[kind], value), "fault")
+
+    def close(self) -> None:
+        """Stop posting, wait up to a second for writes in flight, and free everything. Handles become unusable."""
+        if self._native.closed:
+            return
+        self.detach()
+        self._native.close()
+        for handle in list(self._handles):
+            handle.forget()
+        self._transfers.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

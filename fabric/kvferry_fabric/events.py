@@ -1,0 +1,82 @@
+"""What the fabric reports: events of slots and transfers, and its counts."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+
+class EventKind(IntEnum):
+    """Kinds of event; the numbers are those of kf.h."""
+
+    ARRIVED = 1
+    """A slot has received the pages that it expected."""
+    OVERRUN = 2
+    """A slot has received more pages than it expected: the two sides disagree."""
+    DONE = 3
+    """All writes of a transfer are in the receiver's memory."""
+    CANCELLED = 4
+    """A cancelled transfer has nothing in flight any more: the receiver may reuse its pages."""
+    FAILED = 5
+    """A transfer met an error; nothing of it is in flight any more."""
+
+
+class LayerTimes(NamedTuple):
+    """Per-layer times of a transfer, monotonic ns, one entry a layer; 0 where it did not happen."""
+
+    seen: tuple[int, ...]
+    """When the fabric saw the layer's counter move."""
+    posted: tuple[int, ...]
+    """When the layer's first write was posted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One event. Times are CLOCK_MONOTONIC ns, the clock of time.monotonic_ns(); 0 where there is none."""
+
+    kind: EventKind
+    slot: int
+    generation: int
+    pages: int
+    """Slot events: pages that have arrived. Transfers: pages posted, summed over layers."""
+    transfer: int = 0
+    """Id of the transfer; 0 for slot events."""
+    bytes: int = 0
+    writes: int = 0
+    first_arrival_ns: int = 0
+    last_arrival_ns: int = 0
+    registered_ns: int = 0
+    first_post_ns: int = 0
+    last_counter_ns: int = 0
+    """When the last layer was seen done; what comes after it was not hidden behind compute."""
+    last_completion_ns: int = 0
+    error: int = 0
+    """FAILED: errno."""
+    text: str = ""
+    """FAILED: what went wrong."""
+    peer: str = ""
+    """Transfers: address of the receiver, hex."""
+    layers: LayerTimes | None = None
+    """Transfers of an engine opened with trace=True."""
+
+
+class EngineStats(NamedTuple):
+    """Counts of an engine. The first seven are what it holds now, and are zero when it is idle and all is closed."""
+
+    armed_slots: int
+    active_transfers: int
+    held_transfers: int
+    """Ended transfers whose event has not been polled yet."""
+    in_flight_writes: int
+    regions: int
+    peers: int
+    counters: int
+    stale_immediates: int
+    """Immediates of an unarmed slot or another generation; ignored."""
+    writes: int
+    pages: int
+    bytes: int
+    arrivals: int
+    """Immediates that counted toward an armed slot."""
+    errors: int
+    sleeps: int
+    """Times the thread went to sleep."""

@@ -1,0 +1,131 @@
+"""What an engine gives out: memory regions, peers and layer counters. Each is closed by its user, or by the engine."""
+
+from typing import Any, Self
+
+from kvferry_proto.memory import MemoryDescriptor
+
+from kvferry_fabric.errors import FabricError
+from kvferry_fabric.native import NativeEngine
+
+
+class _Handle:
+    """A C object of an engine; closing is idempotent, and using it afterwards raises FabricError."""
+
+    _what = "handle"
+
+    def __init__(self, native: NativeEngine, owner: set["_Handle"], handle: Any) -> None:  # noqa: ANN401 - cdata
+        self._native = native
+        self._owner = owner
+        self._handle: Any = handle
+        owner.add(self)
+
+    @property
+    def handle(self) -> Any:  # noqa: ANN401 - a cdata pointer
+        """The C object. Raises FabricError if this or its engine is closed."""
+        if self._handle is None or self._native.closed:
+            msg = f"this {self._what} is closed"
+            raise FabricError(msg)
+        return self._handle
+
+    def close(self) -> None:
+        """Give it back. Raises FabricError, and stays open, while a transfer still needs it."""
+        if self._handle is None:
+            return
+        if not self._native.closed:
+            error = self._native.new_error()
+            if self._free(error) < 0:
+                self._native.fail(error)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop the C object without freeing it: its engine does."""
+        self._handle = None
+        self._owner.discard(self)
+
+    def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MemoryRegion(_Handle):
+    """Registered memory; keeps its buffer alive. Closing it makes writes with its key fail."""
+
+    _what = "memory region"
+
+    def __init__(self, native: NativeEngine, owner: set[_Handle], buffer: memoryview, identity: dict[str, Any]) -> None:
+        """Register `buffer` (writable, contiguous). `identity`: provider, address and incarnation of the engine."""
+        self._pinned = native.ffi.from_buffer("unsigned char[]", buffer, require_writable=True)
+        error = native.new_error()
+        handle = native.lib.kf_register(native.pointer, self._pinned, len(self._pinned), error)
+        if not handle:
+            native.ffi.release(self._pinned)
+            native.fail(error)
+        remote = native.ffi.new("kf_remote *")
+        native.lib.kf_region_remote(handle, remote)
+        self.descriptor = MemoryDescriptor(base=remote.base, length=remote.length, key=remote.key, **identity)
+        super().__init__(native, owner, handle)
+
+    def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata
+        return int(self._native.lib.kf_unregister(self._native.pointer, self._handle, error))
+
+    def forget(self) -> None:
+        """Drop the C object, and let go of the buffer."""
+        if self._handle is not None:
+            self._native.ffi.release(self._pinned)
+        super().forget()
+
+
+class Peer(_Handle):
+    """An engine that can be written to. Connecting to the same address again shares the connection."""
+
+    _what = "peer"
+
+    def __init__(self, native: NativeEngine, owner: set[_Handle], address: str) -> None:
+        try:
+            raw = bytes.fromhex(address)
+        except ValueError as wrong:
+            msg = f"peer address {address[:80]!r} is not hexadecimal"
+            raise FabricError(msg) from wrong
+        error = native.new_error()
+        handle = native.lib.kf_connect(native.pointer, raw, len(raw), error)
+        if not handle:
+            native.fail(error)
+        self.address = address
+        """fi_getname of the peer's endpoint, in hex."""
+        super().__init__(native, owner, handle)
+
+    def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata
+        return int(self._native.lib.kf_disconnect(self._native.pointer, self._handle, error))
+
+
+class LayerCounter(_Handle):
+    """A 64-bit counter that the model raises by one after each layer; it only ever grows."""
+
+    _what = "layer counter"
+
+    def __init__(self, native: NativeEngine, owner: set[_Handle]) -> None:
+        error = native.new_error()
+        handle = native.lib.kf_counter_new(native.pointer, error)
+        if not handle:
+            native.fail(error)
+        self.address = int(native.lib.kf_counter_address(handle))
+        """Address of the 64-bit word, alone in its cache line."""
+        self._bump = native.lib.kf_counter_bump
+        super().__init__(native, owner, handle)
+
+    @property
+    def value(self) -> int:
+        """Present value."""
+        return int(self._native.lib.kf_counter_value(self.handle))
+
+    def bump(self, n: int = 1) -> None:
+        """Add n with release order: what this thread wrote before is sent after. Wakes the fabric if it sleeps."""
+        self._bump(self.handle, n)
+
+    def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata
+        return int(self._native.lib.kf_counter_free(self._handle, error))

@@ -1,0 +1,88 @@
+"""The C extension behind the package: loading it, and turning its errors into exceptions."""
+
+import importlib
+import os
+from typing import Any, NoReturn
+
+from kvferry_fabric.errors import FabricError, FabricUnavailableError
+
+_MISSING = (
+    "kvferry's fabric extension is not built on this machine ({reason}). It needs a C compiler and libfabric: "
+    "apt install gcc libfabric-dev, then install kvferry again (pip install --force-reinstall --no-deps kvferry, or "
+    "python setup.py build_ext --inplace in a clone)"
+)
+
+
+# Read by libfabric at its first call. A connection over rxm allocates message buffers, which we never use (20 ms of
+# page faults at the default size), and takes several looks at connection events (10 ms apart by default).
+_SETTINGS = {"FI_OFI_RXM_BUFFER_SIZE": "512", "FI_OFI_RXM_CM_PROGRESS_INTERVAL": "200"}
+
+# Libraries that libfabric links (PSM and PSM2) take SIGTERM, SIGINT and others for themselves when they are loaded.
+_SETTINGS |= {"HFI_NO_BACKTRACE": "1", "IPATH_NO_BACKTRACE": "1"}
+
+
+def load() -> tuple[Any, Any]:
+    """Return cffi's (ffi, lib). Raises FabricUnavailableError naming what is missing."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        fabric = importlib.import_module("kvferry_fabric._fabric")  # optional at build time
+    except ImportError as error:
+        raise FabricUnavailableError(_MISSING.format(reason=error)) from error
+    return fabric.ffi, fabric.lib
+
+
+class NativeEngine:
+    """An open kf_engine, shared by the engine and the handles that it gave out."""
+
+    def __init__(self, options: dict[str, Any], provider: str, bind: str) -> None:
+        """Open it. Raises FabricError, or FabricUnavailableError if the extension or the provider is missing."""
+        self.ffi, self.lib = load()
+        self._names = (self.ffi.new("char[]", provider.encode()), self.ffi.new("char[]", bind.encode()))
+        settings = self.ffi.new("kf_options *", {"provider": self._names[0], "bind": self._names[1], **options})
+        error = self.new_error()
+        pointer = self.lib.kf_open(settings, error)
+        if not pointer:
+            text, code = self.describe(error)
+            missing = not self.lib.kf_available(*self._names)
+            raise FabricUnavailableError(text, code) if missing else FabricError(text, code)
+        self._pointer: Any = pointer
+
+    @property
+    def pointer(self) -> Any:  # noqa: ANN401 - a cdata pointer
+        """The kf_engine pointer. Raises FabricError once the engine is closed."""
+        if self._pointer is None:
+            msg = "the transfer engine is closed"
+            raise FabricError(msg)
+        return self._pointer
+
+    @property
+    def closed(self) -> bool:
+        """Whether close() was called."""
+        return self._pointer is None
+
+    def close(self) -> None:
+        """Stop the thread and free everything. No other call may be running."""
+        pointer, self._pointer = self._pointer, None
+        if pointer is not None:
+            self.lib.kf_close(pointer)
+
+    def new_error(self) -> Any:  # noqa: ANN401 - a cdata pointer
+        """Return a fresh kf_error for a call to fill."""
+        return self.ffi.new("kf_error *")
+
+    def describe(self, error: Any) -> tuple[str, int]:  # noqa: ANN401 - a cdata pointer
+        """Return (text, positive errno) of a filled kf_error."""
+        return self.ffi.string(error.text).decode(errors="replace"), -error.code
+
+    def fail(self, error: Any) -> NoReturn:  # noqa: ANN401 - a cdata pointer
+        """Raise FabricError for a filled kf_error."""
+        raise FabricError(*self.describe(error))
+
+    def check(self, code: int, what: str) -> int:
+        """Return `code`, or raise FabricError naming `what` if it is negative."""
+        if code < 0:
+            reason = self.ffi.string(self.lib.kf_strerror(code)).decode()
+            msg = f"{what}: {reason}"
+            raise FabricError(msg, -code)
+        return code

@@ -1,0 +1,41 @@
+"""The description of one chunk's transfer to one destination rank."""
+
+from dataclasses import dataclass
+
+from kvferry_proto.memory import MemoryDescriptor
+
+from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer
+from kvferry_fabric.runs import Runs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSchedule:
+    """Pages of a chunk that go to one receiver, layer by layer, as the counter moves. Sizes are bytes.
+
+    The piece of page p in layer l lies `start + l * layer_stride + p * page_stride + offset` bytes into the region,
+    on either side with that side's numbers, and is `length` bytes long.
+    """
+
+    counter: LayerCounter | None
+    """None: every layer may be posted at once."""
+    first_value: int
+    """Layer l may be posted once the counter is at least first_value + l."""
+    layers: int
+    region: MemoryRegion
+    """Local memory that the pages are read from."""
+    peer: Peer
+    remote: MemoryDescriptor
+    slot: int
+    generation: int
+    source_layer_stride: int
+    destination_layer_stride: int
+    source_page_stride: int
+    destination_page_stride: int
+    length: int
+    runs: Runs
+    """int32 [n, 3]: source page, destination page, count."""
+    source_offset: int = 0
+    destination_offset: int = 0
+    source_start: int = 0
+    """Bytes from the start of the region to layer 0, page 0."""
+    destination_start: int = 0

@@ -5,6 +5,7 @@ Commands: `expect SLOT GENERATION PAGES`, `wait SECONDS` (answers with the kinds
 """
 
 import json
+import os
 import sys
 import time
 
@@ -12,6 +13,8 @@ import msgspec
 import numpy as np
 import xxhash
 from kvferry_fabric import TransferEngine
+
+BIND = os.environ.get("KVFERRY_TEST_BIND", "127.0.0.1")
 
 
 def wait(engine: TransferEngine, seconds: float) -> list[str]:
@@ -40,7 +43,7 @@ def obey(engine: TransferEngine, memory: np.ndarray, line: list[str]) -> object:
 def main(provider: str, size: int) -> None:
     """Serve until `quit` or the end of stdin."""
     memory = np.zeros(size, np.uint8)
-    with TransferEngine(provider, incarnation=2) as engine, engine.register(memoryview(memory)) as region:
+    with TransferEngine(provider, incarnation=2, bind=BIND) as engine, engine.register(memoryview(memory)) as region:
         print(json.dumps(msgspec.to_builtins(region.descriptor)), flush=True)  # noqa: T201 - the protocol
         for line in sys.stdin:
             words = line.split()

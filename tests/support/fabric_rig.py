@@ -1,6 +1,7 @@
 """What the fabric's tests share: a sender and a receiver with memory, and a receiver in another process."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -13,7 +14,9 @@ from kvferry_fabric import ChunkSchedule, Event, EventKind, TransferEngine, runs
 from kvferry_proto.memory import MemoryDescriptor
 
 ENDS = {EventKind.DONE, EventKind.CANCELLED, EventKind.FAILED}
-PROVIDERS = ("tcp", "net", "shm")
+# A machine with a NIC runs the same tests over it: KVFERRY_TEST_PROVIDERS=efa, KVFERRY_TEST_BIND=<address of the NIC>.
+PROVIDERS = tuple(os.environ.get("KVFERRY_TEST_PROVIDERS", "tcp,net,shm").split(","))
+BIND = os.environ.get("KVFERRY_TEST_BIND", "127.0.0.1")
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
@@ -49,8 +52,8 @@ class Pair:
         self, provider: str, layers: int = 3, pages: int = 48, page: int = 4096, seed: int = 7, **options
     ) -> None:
         self.layers, self.pages, self.page = layers, pages, page
-        self.sender = TransferEngine(provider, incarnation=1, **options)
-        self.receiver = TransferEngine(provider, incarnation=2)
+        self.sender = TransferEngine(provider, incarnation=1, bind=BIND, **options)
+        self.receiver = TransferEngine(provider, incarnation=2, bind=BIND)
         self.random = np.random.default_rng(seed)
         self.source = self.random.integers(0, 256, (layers, pages, page), dtype=np.uint8)
         self.target = np.full((layers, pages, page), 0xA5, np.uint8)

@@ -139,19 +139,24 @@ class Intake:
 
     def on_confirmed(self, origin: Origin, message: CancelConfirmed) -> None:
         """Nothing of a cancelled transfer is in flight: its pages and slot are free again."""
-        transfer = self._transfer_of(origin, message.slot, message.generation, message.request_id)
-        if transfer is not None:
-            self._receiver.confirm(transfer)
+        # One that nobody here called off: the prefiller took this node for lost, and has let go of the request.
+        text = f"prefiller {origin.sender} has given the request up"
+        node = origin.sender.id
+        error = RequestError(code=ErrorCode.TRANSFER_FAILED, message=text, phase=Phase.TRANSFER, node=node)
+        self._is_over(origin, message, error)
 
     def on_failed(self, origin: Origin, message: PrefillFailed) -> None:
         """The prefiller gave up, and nothing of it is in flight."""
-        transfer = self._transfer_of(origin, message.slot, message.generation, message.request_id)
-        if transfer is None:
-            return
+        self._is_over(origin, message, message.error)
+
+    def _is_over(self, origin: Origin, message: CancelConfirmed | PrefillFailed, error: RequestError) -> None:
+        """Fail a request that still waits for pages, or for their checksums; else end a transfer's quarantine."""
         incoming = self._incoming.get(message.request_id)
-        if transfer.state is TransferState.EXPECTING and incoming is not None:
-            self.fail(incoming.request, message.error, told=False)
-        else:
+        if incoming is not None and incoming.transfer.answers(origin.sender, message.slot, message.generation):
+            self.fail(incoming.request, error, told=False)
+            return
+        transfer = self._transfer_of(origin, message.slot, message.generation, message.request_id)
+        if transfer is not None:
             self._receiver.confirm(transfer)
 
     def on_refused(self, origin: Origin, message: Refused) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from kvferry_engine.allocator import PageAllocator
 from kvferry_fabric import MemoryRegion, TransferEngine
 from kvferry_node.states import StateMachine
-from kvferry_proto.nodes import Peer
+from kvferry_proto.nodes import NodeRef, Peer
 
 from kvferry_decoder.slots import Slot, SlotPool
 
@@ -72,6 +72,10 @@ class Transfer:
     def state(self) -> TransferState:
         """Present state."""
         return self.machine.state
+
+    def answers(self, sender: NodeRef, slot: int, generation: int) -> bool:
+        """Whether a message from `sender` about this slot and generation is about this transfer."""
+        return self.peer.ref == sender and (self.slot.number, self.slot.generation) == (slot, generation)
 
     @property
     def awaits_confirmation(self) -> bool:

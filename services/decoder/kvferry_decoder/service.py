@@ -302,10 +302,24 @@ class DecoderService:
     async def housekeeping(self, alive: Any, seconds: float = 0.25) -> None:  # noqa: ANN401  # NodeRef -> bool
         """Look after deadlines and lost peers until cancelled."""
         while True:
+            before = now()
             await asyncio.sleep(seconds)
+            self._if_given_up((now() - before) / 1e9)
             self.intake.sweep(alive)
             self._drop_unreachable()
             self._work.set()
+
+    def _if_given_up(self, away: float) -> None:
+        """A node that stood still for longer than its lease was taken for lost: whatever it had is done elsewhere.
+
+        What peers said meanwhile may never come, so nothing can be waited for.
+        """
+        if away < self._settings.lease_seconds:
+            return
+        text = f"decoder {self._ref.id} stood still for {away:.1f} s, longer than its lease"
+        error = RequestError(code=ErrorCode.NODE_LOST, message=text, phase=Phase.DECODE, node=self._ref.id)
+        for request in list(self._requests.values()):
+            self._fail(request, error)
 
     def load(self) -> Load:
         """What placement weighs."""

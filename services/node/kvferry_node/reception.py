@@ -15,6 +15,9 @@ from kvferry_node.errors import ChannelError
 from kvferry_node.logs import Throttle, get_logger
 from kvferry_node.metrics import NodeMetrics
 
+_MAX_DETAIL = 500
+"""Characters of a refusal's text, sent or logged."""
+
 
 class Origin(Protocol):
     """Where a message came from, and the way back."""
@@ -73,7 +76,7 @@ class Reception:
         if stale is not None:
             self._refuse(way, "stale", stale, about=_about(body))
         elif isinstance(body, Refused) and not self._takes_refused:
-            self._warn("refused", by=str(way.sender), reason=body.reason, detail=body.detail)
+            self._warn("refused", by=str(way.sender), reason=_shortened(body.reason), detail=_shortened(body.detail))
         else:
             self._handle(way, body)
 
@@ -116,9 +119,11 @@ class Reception:
             self._log.error("handler failed", type=name, sender=str(way.sender), held_back=held, exc_info=error)
         if not isinstance(body, Refused):
             reason = error.error.code if isinstance(error, KvferryError) else "internal"
-            self._answer(way, Refused(reason=reason, detail=f"{name}: {error}", about=_about(body)))
+            self._answer(way, Refused(reason=reason, detail=_shortened(f"{name}: {error}"), about=_about(body)))
 
     def _refuse(self, way: Origin, reason: str, detail: str, *, about: str = "", answer: bool = True) -> None:
+        # What can't be read is quoted in the reason why: a megabyte of it must fill neither the log nor the answer.
+        detail = _shortened(detail)
         self.metrics.wire_refused.labels(reason).inc()
         self._warn("refused a message", reason=reason, detail=detail, sender=str(way.sender))
         if answer:
@@ -127,12 +132,16 @@ class Reception:
     def _answer(self, way: Origin, refusal: Refused) -> None:
         try:
             way.reply(refusal)
-        except ChannelError as error:
+        except (ChannelError, WireError) as error:
             self._warn("refusal not sent", error=str(error))
 
     def _warn(self, event: str, **fields: object) -> None:
         if (held := self._throttle.passes(event)) is not None:
             self._log.warning(event, held_back=held, **fields)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_DETAIL else f"{text[:_MAX_DETAIL]}..."
 
 
 def _about(body: msgspec.Struct) -> str:

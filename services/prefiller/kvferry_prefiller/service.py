@@ -31,6 +31,9 @@ from kvferry_prefiller.scheduler import Chunk, Scheduler
 from kvferry_prefiller.sender import Sender
 from kvferry_prefiller.settings import PrefillerSettings
 
+# A decoder that joined a moment ago may not be in this node's view of the cluster yet.
+_VIEW_LAG_NS = 2_000_000_000
+
 
 class PrefillerService:
     """Joins scheduler and sender. All bookkeeping runs in the event loop's thread."""
@@ -225,7 +228,9 @@ class PrefillerService:
 
     def node_left(self, ref: NodeRef) -> None:
         """A decoder's lease has ended, or it has restarted: nobody wants its pages."""
-        for request in [request for request in self._requests.values() if request.origin.sender == ref]:
+        for request in [each for each in self._requests.values() if each.origin.sender == ref]:
+            if request.state is State.STOPPING:
+                continue
             self._log.info("decoder gone: cancelling", request_id=request.order.request_id, decoder=str(ref))
             self._stop(request, None)
         self._work.set()
@@ -234,7 +239,9 @@ class PrefillerService:
         """Look for decoders that left without anyone noticing, until cancelled."""
         while True:
             await asyncio.sleep(seconds)
-            for ref in {request.origin.sender for request in self._requests.values()}:
+            known_by = now() - _VIEW_LAG_NS
+            requests = self._requests.values()
+            for ref in {each.origin.sender for each in requests if each.timeline.received < known_by}:
                 if not alive(ref):
                     self.node_left(ref)
 

@@ -10,6 +10,8 @@ from kvferry_engine.errors import ModelError
 from kvferry_engine.identity import weights_identity
 
 DEFAULT_ROPE_THETA = 10_000.0
+DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
+"""Where the absent head_dim is not the hidden size over the heads."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,29 @@ class RopeConfig:
     high_freq_factor: float = 4.0
     original_max_positions: int = 0
     """Context length of the pre-training that the stretch starts from, in tokens."""
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """A mixture of experts in place of the MLP."""
+
+    count: int
+    per_token: int
+    """Experts that each token passes."""
+    intermediate_size: int
+    """Of one expert."""
+    normalise: bool = False
+    """Whether the weights of a token's experts are scaled to sum to 1."""
+    dense_layers: tuple[int, ...] = ()
+    """Layers that keep the plain MLP."""
+
+    def __post_init__(self) -> None:
+        if self.intermediate_size < 1:
+            msg = f"moe_intermediate_size must be at least 1, got {self.intermediate_size}"
+            raise ValueError(msg)
+        if not 1 <= self.per_token <= self.count:
+            msg = f"num_experts_per_tok is {self.per_token}, of {self.count} experts"
+            raise ValueError(msg)
 
 
 @dataclass(frozen=True)
@@ -45,6 +70,7 @@ class ModelConfig:
     hidden_act: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
+    experts: ExpertsConfig | None = None
     dtype: str = "float32"
     """Dtype of the stored weights."""
     bos_token_id: int | None = None
@@ -115,7 +141,9 @@ def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, A
 
 
 def _fields(raw: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    _refuse_windows(raw)
     heads = int(raw["num_attention_heads"])
+    head_dim = DEFAULT_HEAD_DIM.get(_architecture(raw), int(raw["hidden_size"]) // max(1, heads))
     max_positions = int(raw["max_position_embeddings"])
     tokens = {**raw, **{name: value for name, value in generation.items() if value is not None}}
     return {
@@ -125,7 +153,7 @@ def _fields(raw: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
         "layers": int(raw["num_hidden_layers"]),
         "heads": heads,
         "kv_heads": int(_first(raw, "num_key_value_heads", default=heads)),
-        "head_dim": int(_first(raw, "head_dim", default=int(raw["hidden_size"]) // max(1, heads))),
+        "head_dim": int(_first(raw, "head_dim", default=head_dim)),
         "intermediate_size": int(raw["intermediate_size"]),
         "rms_norm_eps": float(_first(raw, "rms_norm_eps", default=1e-6)),
         "rope": _rope(raw, max_positions),
@@ -134,6 +162,7 @@ def _fields(raw: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
         "hidden_act": str(raw.get("hidden_act", "silu")),
         "attention_bias": bool(raw.get("attention_bias", False)),
         "mlp_bias": bool(raw.get("mlp_bias", False)),
+        "experts": _experts(raw),
         "dtype": str(_first(raw, "dtype", "torch_dtype", default="float32")).removeprefix("torch."),
         "bos_token_id": _token_ids(tokens.get("bos_token_id"))[0] if _token_ids(tokens.get("bos_token_id")) else None,
         "eos_token_ids": _token_ids(tokens.get("eos_token_id")),
@@ -147,6 +176,34 @@ def _architecture(raw: dict[str, Any]) -> str:
         msg = f"architectures is {names!r}, not a list of names"
         raise ValueError(msg)
     return names[0]
+
+
+def _refuse_windows(raw: dict[str, Any]) -> None:
+    windows = bool(raw.get("use_sliding_window")) and raw.get("sliding_window") is not None
+    if windows or set(raw.get("layer_types") or ()) - {"full_attention"}:
+        msg = "attention other than full is not supported, but use_sliding_window or layer_types asks for it"
+        raise ValueError(msg)
+
+
+def _experts(raw: dict[str, Any]) -> ExpertsConfig | None:
+    """Experts of either spelling of their number; None where every layer is dense."""
+    count = int(_first(raw, "num_experts", "num_local_experts", default=0))
+    if not count:
+        return None
+    every = int(_first(raw, "decoder_sparse_step", default=1))
+    if every < 1:
+        msg = f"decoder_sparse_step must be at least 1, got {every}"
+        raise ValueError(msg)
+    dense = {int(layer) for layer in _first(raw, "mlp_only_layers", default=())}
+    return ExpertsConfig(
+        count=count,
+        per_token=int(raw["num_experts_per_tok"]),
+        intermediate_size=int(raw["moe_intermediate_size"]),
+        normalise=bool(raw.get("norm_topk_prob", False)),
+        dense_layers=tuple(
+            layer for layer in range(int(raw["num_hidden_layers"])) if layer in dense or (layer + 1) % every
+        ),
+    )
 
 
 def _first(raw: dict[str, Any], *names: str, default: object) -> Any:  # noqa: ANN401 - JSON values

@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry_engine.penalties import LogitChanges, Penalties
+
 MAX_LOGPROBS = 20
 GREEDY_BELOW = 1e-5
 """Temperatures under this are greedy: dividing by them would overflow float32."""
@@ -26,17 +28,22 @@ class SamplingRow:
     """Keep the k most likely tokens (and any that tie with the last of them); 0 keeps all."""
     top_p: float = 1.0
     """Keep the most likely tokens whose probabilities first reach this sum; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep, of those that top_k and top_p leave, the tokens at least this fraction as likely as the likeliest one."""
     seed: int = 0
     position: int = 0
     """Position of the token to be sampled in its sequence: with the seed, it names the row's random number."""
     logprobs: int | None = None
     """None for no log-probabilities, else how many of the most likely tokens to report beside the chosen one."""
+    penalties: Penalties | None = None
+    """What changes the logits beforehand."""
 
     def __post_init__(self) -> None:
         limits = {
             "temperature": 0 <= self.temperature < float("inf"),
             "top_k": self.top_k >= 0,
             "top_p": 0 < self.top_p <= 1,
+            "min_p": 0 <= self.min_p <= 1,
             "logprobs": self.logprobs is None or 0 <= self.logprobs <= MAX_LOGPROBS,
         }
         for name, good in limits.items():
@@ -63,8 +70,12 @@ class SamplingBatch:
     """int64 [R]; the vocabulary is the limit."""
     top_p: torch.Tensor
     """float64 [R]."""
+    min_p: torch.Tensor
+    """float32 [R]."""
     uniform: torch.Tensor
     """Random numbers in [0, 1), float64 [R]."""
+    changes: LogitChanges | None
+    """Penalties and biases of all rows; None when no row has any."""
 
     @classmethod
     def build(cls, rows: Sequence[SamplingRow]) -> "SamplingBatch":
@@ -77,13 +88,15 @@ class SamplingBatch:
             temperature=torch.tensor([[row.temperature] for row in chosen], dtype=torch.float32),
             top_k=torch.tensor([row.top_k for row in chosen], dtype=torch.int64),
             top_p=torch.tensor([row.top_p for row in chosen], dtype=torch.float64),
+            min_p=torch.tensor([row.min_p for row in chosen], dtype=torch.float32),
             uniform=torch.from_numpy(uniform_numbers([row.seed for row in chosen], [row.position for row in chosen])),
+            changes=LogitChanges.build([row.penalties for row in rows]),
         )
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities under the model itself: temperature, top_k and top_p leave them alone."""
+    """Log-probabilities under the model itself: no setting of the row changes them."""
 
     chosen: float
     top: list[tuple[int, float]]
@@ -106,9 +119,10 @@ def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
         msg = f"{len(logits)} rows of logits for {len(batch.rows)} sampling rows"
         raise ValueError(msg)
     with torch.inference_mode():
-        best, tokens = logits.max(dim=-1)
+        changed = logits if batch.changes is None else batch.changes.apply(logits)
+        best, tokens = changed.max(dim=-1)
         if len(batch.drawn):
-            rows = logits if len(batch.drawn) == len(logits) else logits[batch.drawn]
+            rows = changed if len(batch.drawn) == len(changed) else changed[batch.drawn]
             tokens[batch.drawn] = _draw(rows, batch)
         tokens.masked_fill_(~best.isfinite(), BROKEN)
         return Sampled(tokens=tokens.cpu(), logprobs=_logprobs(logits, tokens.tolist(), batch.rows))
@@ -134,9 +148,9 @@ def _mix(state: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def _draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Walk each row's distribution in the order of the vocabulary up to its random number; int64 [R]."""
     probabilities = (logits / batch.temperature).softmax(dim=-1)
-    limited = ((batch.top_k > 0) & (batch.top_k < logits.shape[-1])) | (batch.top_p < 1)
-    if limited.any():
-        probabilities = probabilities.masked_fill_(probabilities < _thresholds(probabilities, batch), 0)
+    least = _least_kept(probabilities, batch)
+    if least is not None:
+        probabilities = probabilities.masked_fill_(probabilities < least, 0)
     reached = probabilities.cumsum(dim=-1, dtype=torch.float64)
     total = reached[:, -1:]
     # Below the total even after rounding, and landing strictly beyond it: never on a token of probability 0.
@@ -144,8 +158,22 @@ def _draw(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     return torch.searchsorted(reached, target, right=True).squeeze(-1).clamp_(max=logits.shape[-1] - 1)
 
 
+def _least_kept(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor | None:
+    """Least probability that each row keeps, [R, 1]; None when all keep everything.
+
+    A threshold, not a rank: ties do not depend on a sort's order.
+    """
+    least = None
+    if (((batch.top_k > 0) & (batch.top_k < probabilities.shape[-1])) | (batch.top_p < 1)).any():
+        least = _thresholds(probabilities, batch)
+    if (batch.min_p > 0).any():
+        relative = probabilities.amax(dim=-1, keepdim=True) * batch.min_p.unsqueeze(-1)
+        least = relative if least is None else torch.maximum(least, relative)
+    return least
+
+
 def _thresholds(probabilities: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Least probability that each row keeps, [R, 1]. A threshold, not a rank: ties do not depend on a sort's order."""
+    """Least probability that top_k and top_p keep in each row, [R, 1]."""
     vocabulary = probabilities.shape[-1]
     top_k = torch.where(batch.top_k > 0, batch.top_k, vocabulary).clamp_(max=vocabulary)
     looked_at = min(vocabulary, max(CANDIDATES, int(torch.where(top_k < vocabulary, top_k, 0).max())))

@@ -13,6 +13,7 @@ from kvferry_engine.dtypes import torch_dtype
 from kvferry_engine.errors import ModelError
 from kvferry_engine.identity import weight_files
 from kvferry_engine.models import Model, model_class
+from kvferry_engine.models.parameters import Fused
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -47,7 +48,7 @@ def _fill(model: Model, folder: Path, progress: Progress) -> None:
     unexpected: list[str] = []
     for path in files:
         for name, tensor in _tensors(path):
-            target = targets.pop(name, None)
+            target = _claim(name, targets, model.parameters.fused)
             if target is not None:
                 _copy(name, tensor, target)
             elif not _redundant(name, model.config):
@@ -66,6 +67,17 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except (SafetensorError, OSError) as error:
         msg = f"{path} cannot be read: {error}"
         raise ModelError(msg) from error
+
+
+def _claim(name: str, targets: dict[str, torch.Tensor], fused: dict[str, Fused]) -> torch.Tensor | None:
+    """Take the place of tensor `name` out of `targets`, the places still empty; None where it has none."""
+    if name in targets:
+        return targets.pop(name)
+    if name not in fused or not all(part in targets for part in fused[name].parts):
+        return None
+    for part in fused[name].parts:
+        del targets[part]
+    return fused[name].tensor
 
 
 def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:

@@ -11,7 +11,7 @@ from kvferry_node.membership import MembershipView
 from kvferry_node.metrics import NodeMetrics, process_metrics
 from kvferry_node.ops import ops_app, serve_http
 from kvferry_node.registry import Registry
-from kvferry_node.service import Stop, process_state, running, wait_until
+from kvferry_node.service import Stop, process_state, running, wait_until, watch_standstill
 from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role
 
 from kvferry_engine.worker import Worker
@@ -38,6 +38,9 @@ class WorkerService(Protocol):
 
     def node_left(self, ref: NodeRef) -> None:
         """A node is gone, or has restarted."""
+
+    def stood_still(self, seconds: float) -> None:
+        """This node was taken for lost meanwhile."""
 
     def load(self) -> Load:
         """What placement weighs."""
@@ -135,7 +138,12 @@ class WorkerNode(ABC):
 
         try:
             async with running(
-                inbox.run(), view.run(), service.run(), service.housekeeping(alive), self._watch(worker, service)
+                inbox.run(),
+                view.run(),
+                service.run(),
+                service.housekeeping(alive),
+                watch_standstill(settings.lease_seconds, service.stood_still),
+                self._watch(worker, service),
             ):
                 await self._join_and_serve(registry, service, stop)
         finally:

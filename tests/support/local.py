@@ -85,6 +85,7 @@ class Router:
         record = decoder.node._record(decoder.worker, decoder.service_endpoint, "")
         page_size = record.layout.page_size
         hashes = block_hashes(Int32s(tokens[:-1]), page_size, record.layout.model)
+        hashes += [0] * (record.layout.pages_for(len(tokens) - 1) - len(hashes))
         source = Source.LOCAL if prefiller is None else Source.PREFILLER
         request_id = request_id or f"test-{next(self._numbers)}"
         asked = self.requests[request_id] = Asked()
@@ -135,8 +136,9 @@ def settings(kind, redis_url, model, **fields):
         "kv_memory": 8 << 20,
         "threads": 1,
         "verify_kv": True,
-        "lease_seconds": 1.0,
-        "heartbeat_seconds": 0.2,
+        # Everything shares one event loop here, which starting and ending a node holds up: shorter leases would run out.
+        "lease_seconds": 4.0,
+        "heartbeat_seconds": 0.3,
         "drain_seconds": 5.0,
         "page_size": 8,
     }

@@ -41,7 +41,7 @@ def drive(scheduler, request, token=7):
     slices = scheduler.plan_step()
     scheduler.finish_step(slices)
     for piece in slices:
-        if piece.draws and piece.request.append(token) is not None:
+        if piece.draws and piece.request.append(token, 10_000) is not None:
             scheduler.end(piece.request, State.FINISHED)
     return [(piece.request, piece.start, piece.tokens) for piece in slices if piece.request is request]
 
@@ -147,7 +147,7 @@ def test_pages_of_a_request_that_ends_during_a_step_are_freed_after_it():
 def test_a_stop_token_ends_the_answer_unless_ignored(ignore_eos):
     request = make_request(0, 2)
     request.sampling = SamplingParams(max_tokens=8, ignore_eos=ignore_eos)
-    assert (request.append(999) is None) is ignore_eos
+    assert (request.append(999, 10_000) is None) is ignore_eos
 
 
 ACTIONS = st.lists(

@@ -2,7 +2,7 @@ import json
 
 import pytest
 import torch
-from kvferry_engine.config import ModelConfig, RopeConfig
+from kvferry_engine.config import ExpertsConfig, ModelConfig, RopeConfig
 from kvferry_engine.errors import ModelError
 from safetensors.torch import save_file
 
@@ -18,6 +18,9 @@ BASE = {
     "max_position_embeddings": 128,
 }
 STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+
+
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
 def folder_of(path, weights=None, generation=None, **fields):
@@ -56,6 +59,39 @@ def test_absent_fields_follow_from_others():
     assert (config.kv_heads, config.head_dim, config.tie_word_embeddings) == (4, 8, False)
 
 
+def test_a_window_that_is_switched_off_is_none():
+    fields = {"use_sliding_window": False, "sliding_window": 64, "layer_types": ["full_attention"] * 2}
+    assert ModelConfig.from_dict({**BASE, **fields}) == ModelConfig.from_dict(BASE)
+
+
+@pytest.mark.parametrize(("architecture", "head_dim"), [("Qwen3ForCausalLM", 128), ("Qwen3MoeForCausalLM", 8)])
+def test_an_absent_head_dim_is_the_architectures(architecture, head_dim):
+    assert ModelConfig.from_dict({**BASE, "architectures": [architecture]}).head_dim == head_dim
+
+
+@pytest.mark.parametrize("name", ["num_experts", "num_local_experts"])
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": None, "decoder_sparse_step": None}, ()),
+        ({"mlp_only_layers": [3]}, (3,)),
+        ({"decoder_sparse_step": 3}, (0, 1, 3)),
+        ({"mlp_only_layers": [2], "decoder_sparse_step": 3}, (0, 1, 2, 3)),
+    ],
+    ids=str,
+)
+def test_experts_of_either_spelling(name, fields, dense):
+    raw = {**BASE, **EXPERTS, "norm_topk_prob": True, "num_hidden_layers": 4, **fields}
+    raw[name] = raw.pop("num_experts")
+    assert ModelConfig.from_dict(raw).experts == ExpertsConfig(8, 2, 16, normalise=True, dense_layers=dense)
+
+
+@pytest.mark.parametrize("fields", [{}, {**EXPERTS, "num_experts": 0}])
+def test_a_model_without_experts_has_none(fields):
+    assert ModelConfig.from_dict({**BASE, **fields}).experts is None
+
+
 @pytest.mark.parametrize(("value", "ids"), [(None, ()), (2, (2,)), ([2, 7], (2, 7))])
 def test_stop_tokens(value, ids):
     assert ModelConfig.from_dict({**BASE, "eos_token_id": value}).eos_token_ids == ids
@@ -76,6 +112,13 @@ def test_the_generation_config_has_the_last_word(tmp_path):
         ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"architectures": []}, "architectures"),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({**EXPERTS, "num_experts_per_tok": 9}, "num_experts_per_tok is 9, of 8 experts"),
+        ({**EXPERTS, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
+        ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1"),
+        ({**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
+        ({"num_experts": 8, "num_experts_per_tok": 2}, "'moe_intermediate_size' is missing"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
         ({"hidden_size": "many"}, "many"),
     ],
@@ -115,8 +158,10 @@ def test_the_fingerprint_tells_configurations_and_weights_of_one_shape_apart(tmp
         fingerprint(tmp_path / "a"),
         fingerprint(tmp_path / "b", rms_norm_eps=1e-6),
         fingerprint(tmp_path / "c", seed=1),
+        fingerprint(tmp_path / "d", **EXPERTS),
+        fingerprint(tmp_path / "e", **EXPERTS, norm_topk_prob=True),
     ]
-    assert len(set(prints)) == 3
+    assert len(set(prints)) == 5
 
 
 @pytest.mark.parametrize("content", [b"", b"abc", b"\xff" * 64])

@@ -3,9 +3,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvferry_engine.penalties import LogitBias, Penalties, TokenCounts
 from kvferry_engine.sampler import BROKEN, CANDIDATES, SamplingBatch, SamplingRow, sample, uniform_numbers
 
 VOCABULARY = 50
+SEEN = TokenCounts([1, 2, 3], [3, 4, 4]).seen()
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +26,7 @@ def draw(logits, rows):
     return sample(logits, SamplingBatch.build(rows)).tokens.tolist()
 
 
-def kept_by_reference(logits, temperature, top_k, top_p):
+def kept_by_reference(logits, temperature, top_k, top_p, min_p=0.0):
     """Support and probabilities, computed token by token in float64."""
     weights = np.exp((logits - logits.max()) / temperature)
     probabilities = weights / weights.sum()
@@ -37,6 +39,7 @@ def kept_by_reference(logits, temperature, top_k, top_p):
         mass += probabilities[token]
         if top_p < 1 and mass >= top_p * probabilities[order].sum():
             break
+    kept = [token for token in kept if probabilities[token] >= min_p * probabilities[order[0]]]
     result = np.zeros_like(probabilities)
     result[kept] = probabilities[kept] / probabilities[kept].sum()
     return result
@@ -64,12 +67,13 @@ def test_top_k_one_is_greedy_at_any_temperature():
     temperature=st.floats(0.2, 3.0),
     top_k=st.one_of(st.just(0), st.integers(1, VOCABULARY + 10)),
     top_p=st.one_of(st.just(1.0), st.floats(0.05, 0.99)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1.0)),
 )
-def test_draws_invert_the_reference_distribution(seed, temperature, top_k, top_p):
+def test_draws_invert_the_reference_distribution(seed, temperature, top_k, top_p, min_p):
     """Every number falls on the token whose slice of the reference's distribution it lies in."""
     logits = logits_of(1, seed=seed)
-    reference = kept_by_reference(logits[0].double().numpy(), temperature, top_k, top_p).cumsum()
-    rows = [SamplingRow(temperature, top_k, top_p, seed=seed, position=position) for position in range(40)]
+    reference = kept_by_reference(logits[0].double().numpy(), temperature, top_k, top_p, min_p).cumsum()
+    rows = [SamplingRow(temperature, top_k, top_p, min_p, seed=seed, position=position) for position in range(40)]
     numbers = uniform_numbers([seed] * 40, range(40))
     tokens = draw(logits.expand(40, -1), rows)
     for number, token in zip(numbers, tokens, strict=True):
@@ -110,8 +114,16 @@ def test_frequencies_follow_the_distribution():
 def test_a_request_draws_the_same_in_any_batch():
     logits = logits_of(12, seed=3)
     rows = [
-        SamplingRow(temperature=t, top_k=k, top_p=p, seed=index * 977, position=index)
-        for index, (t, k, p) in enumerate([(0.7, 0, 1.0), (1.0, 5, 1.0), (1.3, 0, 0.8), (0.0, 0, 1.0)] * 3)
+        SamplingRow(temperature=t, top_k=k, top_p=p, min_p=m, seed=index * 977, position=index, penalties=penalties)
+        for index, (t, k, p, m, penalties) in enumerate(
+            [
+                (0.7, 0, 1.0, 0.0, None),
+                (1.0, 5, 1.0, 0.1, Penalties(bias=LogitBias.of({3: 5.0, 7: -5.0}))),
+                (1.3, 0, 0.8, 0.0, Penalties(presence=1.5, repetition=1.3, seen=SEEN)),
+                (0.0, 0, 1.0, 0.0, Penalties(frequency=2.0, seen=SEEN)),
+            ]
+            * 3
+        )
     ]
     together = draw(logits, rows)
     alone = [draw(logits[index : index + 1], [row])[0] for index, row in enumerate(rows)]
@@ -160,6 +172,12 @@ def test_logprobs_are_the_models_own():
         assert [value for _, value in report.top] == pytest.approx(best.values.tolist())
 
 
+def test_min_p_is_relative_to_the_likeliest_token():
+    logits = torch.tensor([0.5, 0.26, 0.24]).log()[None]
+    rows = [SamplingRow(temperature=1.0, min_p=0.5, seed=seed) for seed in range(300)]
+    assert set(draw(logits.expand(300, -1), rows)) == {0, 1}
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_broken_logits_break_one_row_alone(temperature, bad):
@@ -186,7 +204,15 @@ def test_rows_must_match():
 
 
 @pytest.mark.parametrize(
-    "field", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_k": -1}, {"top_p": 0.0}, {"logprobs": 21}]
+    "field",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_k": -1},
+        {"top_p": 0.0},
+        {"min_p": 1.1},
+        {"logprobs": 21},
+    ],
 )
 def test_settings_out_of_range_are_refused(field):
     with pytest.raises(ValueError, match=next(iter(field))):

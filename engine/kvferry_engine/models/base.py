@@ -12,7 +12,7 @@ from kvferry_engine.config import ModelConfig
 from kvferry_engine.dtypes import dtype_name
 from kvferry_engine.errors import BatchError
 from kvferry_engine.kv_pool import KVPool, kv_layout
-from kvferry_engine.models.layers import Parameters
+from kvferry_engine.models.parameters import Parameters
 
 OnLayer = Callable[[int], None]
 

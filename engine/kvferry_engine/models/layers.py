@@ -1,94 +1,97 @@
-"""Layers that models share, on plain tensors: parameters, RMSNorm, rotary embedding."""
+"""Layers that models share: grouped-query attention, the gated MLP, and how a decoder layer joins the two.
 
-import math
-from collections.abc import Sequence
+Shapes: T tokens of the batch, E hidden size, H heads, K KV heads, D head dimension, F intermediate size.
+"""
+
+from collections.abc import Callable
 
 import torch
+from torch.nn import functional
 
-from kvferry_engine.config import RopeConfig
+from kvferry_engine.attention import AttentionPlan
+from kvferry_engine.config import ModelConfig
 from kvferry_engine.models.linear import Linear
+from kvferry_engine.models.norms import HeadNorm
+from kvferry_engine.models.parameters import Parameters
+from kvferry_engine.models.rope import Turn, rotate
+
+FeedForward = Callable[[torch.Tensor], torch.Tensor]
+"""x [T, E] -> [T, E], each row by itself."""
 
 
-class Parameters:
-    """Tensors of a model under construction, and which checkpoint tensor fills which of their rows."""
+class GroupedQueryAttention:
+    """Rotary attention over the paged cache, H / K query heads to a KV head; q, k and v are one fused projection."""
 
-    def __init__(self, dtype: torch.dtype, device: str) -> None:
-        self.dtype = dtype
-        self.device = device
-        self.targets: dict[str, torch.Tensor] = {}
-        """Checkpoint name -> the view that its tensor is copied into."""
+    def __init__(
+        self, config: ModelConfig, parameters: Parameters, prefix: str, *, normalise_heads: bool = False
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        parts = [(f"{prefix}.q_proj", q), (f"{prefix}.k_proj", kv), (f"{prefix}.v_proj", kv)]
+        self.qkv: Linear = parameters.linear(parts, config.hidden_size, bias=config.attention_bias)
+        self.output: Linear = parameters.linear(
+            [(f"{prefix}.o_proj", config.hidden_size)], q, bias=config.attention_bias
+        )
+        self.head_norm: HeadNorm | None = None
+        if normalise_heads:
+            weights = parameters.rows([f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"], config.head_dim)
+            self.head_norm = HeadNorm(weights, config.rms_norm_eps, heads=config.heads, kv_heads=config.kv_heads)
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Allocate a parameter that the checkpoint tensor `name` fills."""
-        value = torch.empty(shape, dtype=self.dtype, device=self.device)
-        self.targets[name] = value
-        return value
-
-    def linear(self, parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool = False) -> Linear:
-        """Allocate one linear map whose outputs are those of `parts`, (checkpoint prefix, outputs) each, in order."""
-        outputs = sum(size for _, size in parts)
-        weight = torch.empty((outputs, inputs), dtype=self.dtype, device=self.device)
-        offsets = torch.empty(outputs, dtype=self.dtype, device=self.device) if bias else None
-        row = 0
-        for prefix, size in parts:
-            self.targets[f"{prefix}.weight"] = weight[row : row + size]
-            if offsets is not None:
-                self.targets[f"{prefix}.bias"] = offsets[row : row + size]
-            row += size
-        return Linear(weight, offsets)
-
-    def norm(self, name: str, size: int, eps: float) -> "RmsNorm":
-        """Allocate an RMSNorm over `size` elements."""
-        return RmsNorm(self.tensor(f"{name}.weight", size), eps)
+    def __call__(self, layer: int, x: torch.Tensor, turn: Turn, plan: AttentionPlan) -> torch.Tensor:
+        """Attend from x [T, E], after writing its keys and values; returns [T, E]."""
+        qkv = self.qkv(x).view(len(x), -1, self.head_dim)  # [T, H + 2 K, D]
+        qk, v = qkv.split_with_sizes((self.heads + self.kv_heads, self.kv_heads), dim=1)
+        if self.head_norm is not None:
+            qk = self.head_norm(qk)
+        q, k = rotate(qk, *turn).split_with_sizes((self.heads, self.kv_heads), dim=1)
+        plan.append_kv(layer, k, v)
+        return self.output(plan.run(layer, q).view(len(x), -1))  # [T, H D] -> [T, E]
 
 
-class RmsNorm:
-    """x / rms(x) * weight, computed in float32."""
+class GatedMlp:
+    """down(silu(gate(x)) * up(x)), gate and up fused."""
 
-    def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight
-        self._eps = torch.full((1, 1), eps, dtype=torch.float32, device=weight.device)
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up = gate_up
+        self.down = down
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise each row of x [T, E]; in x's dtype again."""
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        scale = torch.addcmul(self._eps, length, length, value=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).to(x.dtype).mul_(self.weight)
-
-
-class Rope:
-    """Rotary position embedding; the tables are float32 [positions, head_dim / 2]."""
-
-    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, device: str = "cpu") -> None:
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config, head_dim))
-        self.cos = angles.cos().to(device)
-        self.sin = angles.sin().to(device)
-
-    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and signed sines of `positions` [T], each [T, 1, head_dim], for `rotate`."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        return (
-            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
+    @classmethod
+    def dense(cls, config: ModelConfig, parameters: Parameters, prefix: str) -> "GatedMlp":
+        """Allocate the MLP that every token passes."""
+        size, bias = config.intermediate_size, config.mlp_bias
+        parts = [(f"{prefix}.gate_proj", size), (f"{prefix}.up_proj", size)]
+        return cls(
+            parameters.linear(parts, config.hidden_size, bias=bias),
+            parameters.linear([(f"{prefix}.down_proj", config.hidden_size)], size, bias=bias),
         )
 
-
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn x [T, heads, head_dim] by its positions: dimension i pairs with i + head_dim / 2."""
-    # The roll swaps the two halves; the minus sign of the first one is in the sines.
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
-
-
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Radians per position of each pair of dimensions, float32 [head_dim / 2]."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (config.theta**exponents)
-    return _llama3_stretch(config, frequencies) if config.kind == "llama3" else frequencies
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Transform each row of x [T, E]."""
+        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [T, F] each
+        return self.down(functional.silu(gate).mul_(up))  # [T, E]
 
 
-def _llama3_stretch(config: RopeConfig, frequencies: torch.Tensor) -> torch.Tensor:
-    """Slow the long wavelengths by `factor`, keep the short ones, and blend between the two bounds."""
-    wavelengths = 2 * math.pi / frequencies
-    turns = config.original_max_positions / wavelengths
-    blend = ((turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)).clamp(0, 1)
-    return (1 - blend) * frequencies / config.factor + blend * frequencies
+class DecoderLayer:
+    """Attention and feed-forward, each on the normalised residual stream and added back to it."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        parameters: Parameters,
+        prefix: str,
+        *,
+        attention: GroupedQueryAttention,
+        feed_forward: FeedForward,
+    ) -> None:
+        self.attention_norm = parameters.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.attention = attention
+        self.mlp_norm = parameters.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
+        self.mlp = feed_forward
+
+    def attend(self, layer: int, x: torch.Tensor, turn: Turn, plan: AttentionPlan) -> torch.Tensor:
+        """First half of the layer, x [T, E]; when it returns, the layer's keys and values are in the pool."""
+        return x + self.attention(layer, self.attention_norm(x), turn, plan)
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Second half of the layer, x [T, E]."""
+        return x + self.mlp(self.mlp_norm(x))

@@ -98,11 +98,11 @@ class Request:
         """Tokens drawn in this attempt."""
         return len(self.tokens) - self.prompt_length
 
-    def append(self, token: int) -> FinishReason | None:
+    def append(self, token: int, max_context: int) -> FinishReason | None:
         """Add a drawn token; return why the answer ends with it, or None."""
         self.tokens.append(token)
         if token in self.stop_token_ids and not self.sampling.ignore_eos:
             return FinishReason.STOP
-        if self.generated >= self.sampling.max_tokens:
+        if self.generated >= self.sampling.max_tokens or len(self.tokens) >= max_context:
             return FinishReason.LENGTH
         return None

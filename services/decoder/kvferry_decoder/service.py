@@ -5,33 +5,29 @@ token budget per step. All bookkeeping runs in the event loop's thread; a step c
 """
 
 import asyncio
-import functools
+from collections.abc import Callable
 from typing import Any
 
-from kvferry_engine.checksums import first_difference
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_node.channels import Origin, Post
 from kvferry_node.logs import get_logger
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
-from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Refused
 from kvferry_proto.nodes import Load, NodeRef
 from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import Assign, Cancel, CancelConfirmed, PrefillFailed, PrefillReport
-from kvferry_proto.usage import FinishReason
 
-from kvferry_decoder import step
 from kvferry_decoder.answers import Answers, DrawnToken
+from kvferry_decoder.assignment import why_not
+from kvferry_decoder.batch_loop import BatchLoop
 from kvferry_decoder.intake import Incoming, Intake
 from kvferry_decoder.receiver import Receiver
 from kvferry_decoder.request import Request, State
-from kvferry_decoder.scheduler import Scheduler, StepSlice
+from kvferry_decoder.scheduler import Scheduler
 from kvferry_decoder.settings import DecoderSettings
 from kvferry_decoder.slots import SlotPool
-
-# A refused router may try again after about the time that a short answer takes to end.
-_RETRY_AFTER_SECONDS = 1.0
+from kvferry_decoder.verifier import Verifier
 
 
 class DecoderService:
@@ -60,8 +56,10 @@ class DecoderService:
         self._requests: dict[str, Request] = {}
         self._arrivals = 0
         self._admitted: list[str] = []
-        self._work = asyncio.Event()
-        self._checks: set[asyncio.Task[None]] = set()
+        self._loop = BatchLoop(
+            worker, self.scheduler, metrics, admit=self._admit, on_drawn=self._on_drawn, on_broken=self._on_broken
+        )
+        self._verifier = Verifier(worker, metrics, on_equal=self._join, on_different=self._on_different)
         self.draining = False
 
     def connect(self, post: Post) -> None:
@@ -91,7 +89,7 @@ class DecoderService:
             case _:
                 # PrefillReport and its kin come back on our own channels; at the inbox they are from nobody we asked.
                 self._log.warning("unexpected at the inbox", type=type(message).__name__, sender=str(origin.sender))
-        self._work.set()
+        self._loop.wake()
 
     def on_prefiller(self, origin: Origin, message: Any) -> None:  # noqa: ANN401  # a member of FromPrefiller
         """Handle an answer on a channel to a prefiller."""
@@ -105,7 +103,7 @@ class DecoderService:
                 self.intake.on_failed(origin, message)
             case Refused():
                 self.intake.on_refused(origin, message)
-        self._work.set()
+        self._loop.wake()
 
     def _note_timeline(self, report: PrefillReport) -> None:
         request = self._requests.get(report.request_id)
@@ -114,13 +112,13 @@ class DecoderService:
 
     def _on_event(self, event: Any) -> None:  # noqa: ANN401  # kvferry_fabric.Event
         self.intake.on_event(event)
-        self._work.set()
+        self._loop.wake()
 
     def _assign(self, origin: Origin, message: Assign) -> None:
         request = Request.from_assign(message, origin, self._arrivals)
         self._arrivals += 1
         request.timeline.assigned = now()
-        error = self._why_not(request)
+        error = self._why_not(message)
         if error is not None:
             self._metrics.ended.labels("refused").inc()
             self._answers.failed(request, error)
@@ -129,26 +127,15 @@ class DecoderService:
         self._admitted.append(request.id)
         self.scheduler.add(request)
 
-    def _why_not(self, request: Request) -> RequestError | None:
-        """Why an assignment can't be taken, or None."""
-        longest = min(self._worker.max_context, self.scheduler.capacity_tokens)
-        if request.id in self._requests:
-            return self._error(ErrorCode.BAD_REQUEST, f"request id {request.id} is in use here")
-        if not request.tokens:
-            return self._error(ErrorCode.BAD_REQUEST, "a prompt needs at least one token")
-        if not 0 <= min(request.tokens) <= max(request.tokens) < self._worker.config.vocab_size:
-            return self._error(ErrorCode.BAD_REQUEST, f"token ids must lie in 0..{self._worker.config.vocab_size - 1}")
-        if len(request.tokens) >= longest:
-            text = f"{len(request.tokens)} tokens leave no room for an answer within {longest}"
-            return self._error(ErrorCode.PROMPT_TOO_LONG, text)
+    def _why_not(self, message: Assign) -> RequestError | None:
+        if message.request_id in self._requests:
+            return self._error(ErrorCode.BAD_REQUEST, f"request id {message.request_id} is in use here", Phase.ASSIGN)
         if self.draining:
-            return self._error(ErrorCode.DRAINING, "this decoder is shutting down")
-        if not self.scheduler.can_add():
-            return self._error(ErrorCode.OVERLOADED, "this decoder's queue is full", _RETRY_AFTER_SECONDS)
-        return None
+            return self._error(ErrorCode.DRAINING, "this decoder is shutting down", Phase.ASSIGN)
+        return why_not(message, self._worker, self.scheduler, self._ref.id)
 
-    def _error(self, code: ErrorCode, text: str, retry_after: float | None = None) -> RequestError:
-        return RequestError(code=code, message=text, phase=Phase.ASSIGN, node=self._ref.id, retry_after=retry_after)
+    def _error(self, code: ErrorCode, text: str, phase: Phase) -> RequestError:
+        return RequestError(code=code, message=text, phase=phase, node=self._ref.id)
 
     def _cancel(self, origin: Origin, message: Cancel) -> None:
         request = self._requests.get(message.request_id)
@@ -178,52 +165,14 @@ class DecoderService:
         del self._requests[request.id]
         self._metrics.ended.labels(how).inc()
 
-    # --- arrival ---------------------------------------------------------------------------------------------
+    def _on_broken(self, request: Request, why: str) -> None:
+        self._fail(request, self._error(ErrorCode.INTERNAL, why, Phase.DECODE))
 
-    def _on_ready(self, incoming: Incoming) -> None:
-        self._metrics.transfers.labels("arrived").inc()
-        if not self._settings.verify_kv:
-            self._join(incoming.request)
-            return
-        task = asyncio.ensure_future(self._verify(incoming))
-        self._checks.add(task)
-        task.add_done_callback(self._checks.discard)
-
-    async def _verify(self, incoming: Incoming) -> None:
-        """Compare the pages with their source before anything is computed from them, or written beside them."""
-        request, theirs = incoming.request, incoming.checksums
-        pages = request.pages[: self._worker.layout.pages_for(len(request.tokens) - 1)]
-        mine = await self._worker.checksums(pages)
-        if request.state is not State.RECEIVING:
-            return
-        difference = first_difference(mine, theirs or Int32s(), len(pages))
-        self._metrics.verified.labels("equal" if difference is None else "different").inc(len(mine))
-        if difference is None:
-            self._join(request)
-            return
-        text = f"KV from prefiller {incoming.transfer.peer.ref.id} is not what it sent: {difference}"
-        self._fail(
-            request,
-            RequestError(code=ErrorCode.VERIFY_FAILED, message=text, phase=Phase.TRANSFER, node=self._ref.id),
-        )
-
-    def _join(self, request: Request) -> None:
-        self.scheduler.arrived(request)
-        request.timeline.joined = now()
-        self._work.set()
-
-    # --- the loop --------------------------------------------------------------------------------------------
+    # --- into the batch, and out of it -----------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Decode until cancelled: a step whenever somebody runs, sleep otherwise."""
-        while True:
-            self._admit()
-            slices = self.scheduler.plan_step()
-            if not slices:
-                self._work.clear()
-                await self._work.wait()
-                continue
-            await self._step(slices)
+        """Decode until cancelled."""
+        await self._loop.run()
 
     def _admit(self) -> None:
         while admitted := self.scheduler.admit(self.receiver.can_expect()):
@@ -235,91 +184,63 @@ class DecoderService:
                 else:
                     request.timeline.joined = request.timeline.joined or now()
 
-    async def _step(self, slices: list[StepSlice]) -> None:
-        inputs = step.plan(slices)
-        began = now()
-        try:
-            drawn = await self._worker.compute(functools.partial(step.run, self._worker, inputs))
-        except Exception as error:  # noqa: BLE001  # whatever breaks a step fails its requests, not the decoder
-            self._log.exception("a decode step failed", exc_info=error)
-            self.scheduler.finish_step(slices)
-            self._fail_all(slices, f"the forward pass failed: {error}")
-            return
-        self._metrics.steps.inc()
-        self._metrics.step_seconds.observe((now() - began) / 1e9)
-        draws = [piece for piece in slices if piece.draws]
-        self._metrics.tokens.labels("prefilled").inc(sum(piece.tokens for piece in slices) - len(draws))
-        self.scheduler.finish_step(slices)
-        self._take(draws, drawn)
+    def _on_ready(self, incoming: Incoming) -> None:
+        self._metrics.transfers.labels("arrived").inc()
+        if self._settings.verify_kv:
+            self._verifier.begin(incoming)
+        else:
+            self._join(incoming)
 
-    def _fail_all(self, slices: list[StepSlice], why: str) -> None:
-        for piece in slices:
-            self._fail(
-                piece.request,
-                RequestError(code=ErrorCode.INTERNAL, message=why, phase=Phase.DECODE, node=self._ref.id),
-            )
+    def _join(self, incoming: Incoming) -> None:
+        self.scheduler.arrived(incoming.request)
+        incoming.request.timeline.joined = now()
+        self._loop.wake()
 
-    def _take(self, draws: list[StepSlice], drawn: step.Drawn) -> None:
-        """Hand the drawn tokens out, and end the requests that are through."""
-        told = []
-        for piece, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
-            request = piece.request
-            if request.state is not State.RUNNING:
-                continue
-            if token < 0:
-                self._fail_all([piece], "the model's logits are not numbers")
-                continue
-            request.timeline.first_token = request.timeline.first_token or now()
-            finish = request.append(token) or self._at_limit(request)
-            told.append(DrawnToken(request, token, logprobs, finish))
-            if finish is not None:
-                self._end(request, State.FINISHED, "finished")
-        self._metrics.tokens.labels("drawn").inc(len(told))
-        self._answers.step(told)
+    def _on_different(self, incoming: Incoming, difference: str) -> None:
+        text = f"KV from prefiller {incoming.transfer.peer.ref.id} is not what it sent: {difference}"
+        self._fail(incoming.request, self._error(ErrorCode.VERIFY_FAILED, text, Phase.TRANSFER))
+
+    def _on_drawn(self, drawn: list[DrawnToken]) -> None:
+        for entry in drawn:
+            if entry.finish is not None:
+                self._end(entry.request, State.FINISHED, "finished")
+        self._answers.step(drawn)
         self._drop_unreachable()
 
-    def _at_limit(self, request: Request) -> FinishReason | None:
-        return FinishReason.LENGTH if len(request.tokens) >= self._worker.max_context else None
+    # --- the cluster -----------------------------------------------------------------------------------------
 
     def _drop_unreachable(self) -> None:
         gone = set(self._answers.unreachable())
         if gone:
             self._drop(lambda request: request.origin.key in gone)
 
-    def _drop(self, of_lost_router: Any) -> None:  # noqa: ANN401  # a predicate over requests
+    def _drop(self, of_lost_router: Callable[[Request], bool]) -> None:
         for request in [request for request in self._requests.values() if of_lost_router(request)]:
             self._log.info("router gone: cancelling", request_id=request.id)
             self._stop(request)
-
-    # --- the cluster -----------------------------------------------------------------------------------------
 
     def node_left(self, ref: NodeRef) -> None:
         """A node's lease has ended, or it has restarted."""
         self.intake.prefiller_lost(ref)
         self._drop(lambda request: request.origin.sender == ref)
-        self._work.set()
+        self._loop.wake()
 
-    async def housekeeping(self, alive: Any, seconds: float = 0.25) -> None:  # noqa: ANN401  # NodeRef -> bool
+    async def housekeeping(self, alive: Callable[[NodeRef], bool], seconds: float = 0.25) -> None:
         """Look after deadlines and lost peers until cancelled."""
         while True:
-            before = now()
             await asyncio.sleep(seconds)
-            self._if_given_up((now() - before) / 1e9)
             self.intake.sweep(alive)
             self._drop_unreachable()
-            self._work.set()
+            self._loop.wake()
 
-    def _if_given_up(self, away: float) -> None:
-        """A node that stood still for longer than its lease was taken for lost: whatever it had is done elsewhere.
+    def stood_still(self, seconds: float) -> None:
+        """This node was taken for lost meanwhile: whatever it had is done elsewhere.
 
-        What peers said meanwhile may never come, so nothing can be waited for.
+        What peers said may never come, so nothing can be waited for.
         """
-        if away < self._settings.lease_seconds:
-            return
-        text = f"decoder {self._ref.id} stood still for {away:.1f} s, longer than its lease"
-        error = RequestError(code=ErrorCode.NODE_LOST, message=text, phase=Phase.DECODE, node=self._ref.id)
+        text = f"decoder {self._ref.id} stood still for {seconds:.1f} s, longer than its lease"
         for request in list(self._requests.values()):
-            self._fail(request, error)
+            self._fail(request, self._error(ErrorCode.NODE_LOST, text, Phase.DECODE))
 
     def load(self) -> Load:
         """What placement weighs."""
@@ -355,7 +276,7 @@ class DecoderService:
             "quarantined_pages": self._worker.allocator.quarantined_pages,
             "slots": self.receiver.slots.held,
             "incoming": len(self.intake),
-            "checks": len(self._checks),
+            "checks": len(self._verifier),
             "armed_slots": stats.armed_slots,
             "active_transfers": stats.active_transfers,
             "in_flight_writes": stats.in_flight_writes,
@@ -364,11 +285,10 @@ class DecoderService:
     def fail_rest(self) -> None:
         """Give up what has not ended when the time to drain is over; routers go on elsewhere."""
         for request in list(self._requests.values()):
-            self._fail(request, self._error(ErrorCode.DRAINING, "this decoder was shut down"))
+            self._fail(request, self._error(ErrorCode.DRAINING, "this decoder was shut down", Phase.DECODE))
 
     def close(self) -> None:
         """Stop listening to the fabric and close the channels; memory keys go with the fabric."""
-        for task in self._checks:
-            task.cancel()
+        self._verifier.close()
         self._worker.fabric.detach()
         self._post.close()

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any
 
@@ -104,6 +105,20 @@ async def wait_until(condition: Callable[[], bool], seconds: float, *, every: fl
             return False
         await asyncio.sleep(every)
     return True
+
+
+async def watch_standstill(longest: float, on_standstill: Callable[[float], None], *, every: float = 0.25) -> None:
+    """Call `on_standstill` with the seconds, whenever this process has stood still for longer than `longest`.
+
+    A process that was stopped, or starved, for longer than its lease was taken for lost by everyone else.
+    """
+    while True:
+        before = time.monotonic()
+        await asyncio.sleep(every)
+        away = time.monotonic() - before
+        if away > longest:
+            get_logger().warning("stood still for longer than the lease", seconds=round(away, 3))
+            on_standstill(away)
 
 
 def process_state() -> dict[str, int]:

@@ -4,11 +4,9 @@ Never samples. A request is over for it when its own writes are complete; the de
 """
 
 import asyncio
-import functools
 from collections.abc import Callable
 from typing import Any
 
-from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_fabric import Event, EventKind, FabricError
@@ -20,14 +18,14 @@ from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Message
 from kvferry_proto.nodes import Load, NodeRef
 from kvferry_proto.shards import plan
-from kvferry_proto.timeline import Chunk as ChunkTime
 from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
 from kvferry_proto.to_prefiller import CancelPrefill, Prefill
 
 from kvferry_prefiller.admission import why_not
+from kvferry_prefiller.pass_loop import PassLoop
 from kvferry_prefiller.request import Key, Request, State
-from kvferry_prefiller.scheduler import Chunk, Scheduler
+from kvferry_prefiller.scheduler import Scheduler
 from kvferry_prefiller.sender import Sender
 from kvferry_prefiller.settings import PrefillerSettings
 
@@ -53,7 +51,14 @@ class PrefillerService:
         self._sender = Sender(worker)
         self._requests: dict[Key, Request] = {}
         self._admitted: list[str] = []
-        self._work = asyncio.Event()
+        self._loop = PassLoop(
+            worker,
+            self.scheduler,
+            self._sender,
+            metrics,
+            on_broken=self._on_broken,
+            on_computed=self._release_if_over,
+        )
         self._reports: set[asyncio.Task[None]] = set()
         self.draining = False
 
@@ -70,7 +75,7 @@ class PrefillerService:
                 self._prefill(origin, message)
             case CancelPrefill():
                 self._cancel(origin, message)
-        self._work.set()
+        self._loop.wake()
 
     def _prefill(self, origin: Origin, order: Prefill) -> None:
         error = self._why_not(origin, order)
@@ -146,7 +151,7 @@ class PrefillerService:
             text = f"writing KV to decoder {request.origin.sender.id} failed: {event.text}"
             self._stop(request, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER))
         self._release_if_over(request)
-        self._work.set()
+        self._loop.wake()
 
     def _release_if_over(self, request: Request) -> None:
         if not self.scheduler.can_release(request) or request.key not in self._requests:
@@ -174,55 +179,15 @@ class PrefillerService:
         how = "done" if not stopped else "cancelled" if request.failure is None else request.failure.code
         self._metrics.ended.labels(how).inc()
         self._tell(request.origin, _last_word(request, checksums, stopped=stopped))
-        self._work.set()
-
-    # --- the loop --------------------------------------------------------------------------------------------
+        self._loop.wake()
 
     async def run(self) -> None:
-        """Prefill until cancelled: a pass whenever there is a chunk to compute, sleep otherwise."""
-        while True:
-            chunks = self.scheduler.plan_step()
-            if not chunks:
-                self._work.clear()
-                await self._work.wait()
-                continue
-            await self._step(chunks)
+        """Prefill until cancelled."""
+        await self._loop.run()
 
-    async def _step(self, chunks: list[Chunk]) -> None:
-        self._register(chunks)
-        began = now()
-        inputs = [_sequence(chunk) for chunk in chunks]
-        failure = None
-        try:
-            await self._worker.compute(functools.partial(_forward, self._worker, inputs))
-        except Exception as error:  # noqa: BLE001  # whatever breaks a pass fails its requests, not the prefiller
-            self._log.exception("a forward pass failed", exc_info=error)
-            failure = self._error(ErrorCode.INTERNAL, f"the forward pass failed: {error}")
-        self._count(chunks, began)
-        if failure is not None:
-            for chunk in chunks:
-                self._stop(chunk.request, failure)
-        self.scheduler.finish_step(chunks)
-        for chunk in chunks:
-            self._release_if_over(chunk.request)
-
-    def _register(self, chunks: list[Chunk]) -> None:
-        """Register the chunk schedule with the fabric before the pass begins."""
-        first_value = self._worker.counter.value + 1
-        for chunk in chunks:
-            try:
-                self._sender.register(chunk, first_value)
-            except FabricError as error:
-                text = f"the pages to write were refused: {error}"
-                self._stop(chunk.request, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER))
-
-    def _count(self, chunks: list[Chunk], began: int) -> None:
-        ended = now()
-        self._metrics.steps.inc()
-        self._metrics.step_seconds.observe((ended - began) / 1e9)
-        self._metrics.tokens.labels("prefilled").inc(sum(chunk.tokens for chunk in chunks))
-        for chunk in chunks:
-            chunk.request.timeline.chunks.append(ChunkTime(began, ended, chunk.tokens))
+    def _on_broken(self, request: Request, code: ErrorCode, why: str) -> None:
+        phase = Phase.TRANSFER if code is ErrorCode.TRANSFER_FAILED else Phase.PREFILL
+        self._stop(request, self._error(code, why, phase))
 
     # --- the cluster -----------------------------------------------------------------------------------------
 
@@ -233,7 +198,7 @@ class PrefillerService:
                 continue
             self._log.info("decoder gone: cancelling", request_id=request.order.request_id, decoder=str(ref))
             self._stop(request, None)
-        self._work.set()
+        self._loop.wake()
 
     async def housekeeping(self, alive: Callable[[NodeRef], bool], seconds: float = 0.25) -> None:
         """Look for decoders that left without anyone noticing, until cancelled."""
@@ -244,6 +209,12 @@ class PrefillerService:
             for ref in {each.origin.sender for each in requests if each.timeline.received < known_by}:
                 if not alive(ref):
                     self.node_left(ref)
+
+    def stood_still(self, _seconds: float) -> None:
+        """This node was taken for lost meanwhile: decoders have turned elsewhere."""
+        for request in list(self._requests.values()):
+            self._stop(request, None)
+        self._loop.wake()
 
     def load(self) -> Load:
         """What placement weighs."""
@@ -289,16 +260,6 @@ class PrefillerService:
         for task in self._reports:
             task.cancel()
         self._worker.fabric.detach()
-
-
-def _sequence(chunk: Chunk) -> SequenceSlice:
-    tokens = chunk.request.order.tokens[chunk.start : chunk.end]
-    return SequenceSlice(tokens=tokens, start=chunk.start, pages=list(chunk.request.pages), want_logits=False)
-
-
-def _forward(worker: Worker, inputs: list[SequenceSlice]) -> None:
-    batch = ForwardBatch.build(inputs, page_size=worker.layout.page_size)
-    worker.model.forward(batch, worker.pool, worker.on_layer)
 
 
 def _failed(order: Prefill, error: RequestError) -> PrefillFailed:

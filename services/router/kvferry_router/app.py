@@ -9,7 +9,7 @@ from kvferry_node.metrics import NodeMetrics, process_metrics
 from kvferry_node.ops import HttpServer, ops_routes, serve_http
 from kvferry_node.placement import Placer
 from kvferry_node.registry import MembershipView, Registry
-from kvferry_node.service import Stop, process_state, running
+from kvferry_node.service import Stop, process_state, running, watch_standstill
 from kvferry_node.settings import node_ref
 from kvferry_proto.nodes import Load, NodeRecord, Role
 from kvferry_proto.to_router import FromClient, FromDecoder
@@ -90,7 +90,8 @@ class Router:
             await self._placer.close()
 
     async def _serve(self, server: HttpServer, registry: Registry) -> None:
-        async with running(server.wait(), self.inbox.run(), self._view.run(), self._stay(registry)):
+        standstill = watch_standstill(self._settings.lease_seconds, self.dispatcher.stood_still)
+        async with running(server.wait(), self.inbox.run(), self._view.run(), self._stay(registry), standstill):
             self._log.info("serving", http=server.url, zmq=self.inbox.endpoint, model=self._settings.model_name)
             self.started.set()
             await self._stop.requested.wait()

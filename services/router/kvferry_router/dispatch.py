@@ -86,6 +86,10 @@ class Dispatcher:
         """A node is gone: the handler of the membership view."""
         self._switchboard.on_leave(record)
 
+    def stood_still(self, seconds: float) -> None:
+        """This router was taken for lost meanwhile."""
+        self._switchboard.stood_still(seconds)
+
     @property
     def decoder_channels(self) -> int:
         """Open channels to decoders."""

@@ -109,6 +109,13 @@ class Switchboard:
             self._forget(closing)
         self.post.forget(record.ref)
 
+    def stood_still(self, seconds: float) -> None:
+        """Decoders have taken this router for lost and dropped what it wanted: ask again, and say so to be sure."""
+        for attempt in list(self._open.values()):
+            text = f"the router stood still for {seconds:.1f} s, longer than its lease"
+            error = RequestError(code=ErrorCode.NODE_LOST, message=text, phase=attempt.request.phase)
+            attempt.finish(Lost(error=error, retry=True, held=True))
+
     def abandon(self) -> None:
         """Forget what is still closing: the process ends."""
         for closing in list(self._closing.values()):

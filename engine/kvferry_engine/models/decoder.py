@@ -1,0 +1,57 @@
+"""The frame of a decoder-only model: embedding, layers over the residual stream, final norm and head."""
+
+from abc import abstractmethod
+
+import torch
+from torch.nn import functional
+
+from kvferry_engine.attention import AttentionBackend
+from kvferry_engine.batch import ForwardBatch
+from kvferry_engine.config import ModelConfig
+from kvferry_engine.errors import ModelError
+from kvferry_engine.kv_pool import KVPool
+from kvferry_engine.models.base import Model, OnLayer
+from kvferry_engine.models.layers import DecoderLayer
+from kvferry_engine.models.linear import Linear
+from kvferry_engine.models.rope import Rope
+
+
+class DecoderModel(Model):
+    """A stack of decoder layers; an architecture says what its layers are made of."""
+
+    def __init__(
+        self, config: ModelConfig, attention: AttentionBackend, *, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
+        super().__init__(config, attention, dtype=dtype, device=device)
+        if config.hidden_act != "silu":
+            msg = f"{config.architecture} with activation {config.hidden_act!r} is not supported; supported is silu"
+            raise ModelError(msg)
+        parameters = self.parameters
+        self.embedding = parameters.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.layers = [self.build_layer(index, f"model.layers.{index}") for index in range(config.layers)]
+        self.norm = parameters.norm("model.norm", config.hidden_size, config.rms_norm_eps)
+        self.head = (
+            Linear(self.embedding)
+            if config.tie_word_embeddings
+            else parameters.linear([("lm_head", config.vocab_size)], config.hidden_size)
+        )
+        self.rope = Rope(config.rope, config.head_dim, config.max_positions, device)
+
+    @abstractmethod
+    def build_layer(self, index: int, prefix: str) -> DecoderLayer:
+        """Allocate layer `index`, whose tensors' names begin with `prefix`."""
+
+    def _forward(self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, *, logits: bool) -> torch.Tensor | None:
+        plan = self.attention.plan(batch, pool)
+        turn = self.rope.at(batch.positions, self.dtype)
+        x = functional.embedding(batch.tokens, self.embedding)  # [T, E]
+        for index, layer in enumerate(self.layers):
+            x = layer.attend(index, x, turn, plan)
+            on_layer(index)
+            if index + 1 < len(self.layers):
+                x = layer.feed_forward(x)
+        if not logits:
+            return None
+        # Nothing reads the last layer's other rows: the cache is written, and only these tokens are asked about.
+        x = self.layers[-1].feed_forward(x[batch.logit_rows])
+        return self.head(self.norm(x)).float()  # [sequences that want logits, V]

@@ -1,0 +1,62 @@
+"""Mixture of experts: a router sends each token to a few of many small MLPs and weighs what they answer.
+
+Shapes: T tokens of the batch, E hidden size, F intermediate size of an expert, k experts per token.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from kvferry_engine.config import ExpertsConfig
+from kvferry_engine.models.layers import GatedMlp
+from kvferry_engine.models.linear import Linear
+from kvferry_engine.models.parameters import Parameters
+
+Router = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""x [T, E] -> weights in x's dtype and experts, int64, each [T, k]; a token's k experts differ."""
+
+
+class SoftmaxRouter:
+    """The k most likely experts of a softmax over all of them, weighed by their probabilities."""
+
+    def __init__(self, config: ExpertsConfig, parameters: Parameters, prefix: str, hidden_size: int) -> None:
+        self.per_token, self.normalise = config.per_token, config.normalise
+        self.gate: Linear = parameters.linear([(prefix, config.count)], hidden_size)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route each row of x [T, E]."""
+        probabilities = self.gate(x).float().softmax(dim=-1)  # [T, experts]
+        weights, experts = probabilities.topk(self.per_token, dim=-1)
+        if self.normalise:
+            weights /= weights.sum(dim=-1, keepdim=True)
+        return weights.to(x.dtype), experts
+
+
+class Experts:
+    """Gated MLPs, each run once per step on all the tokens that were routed to it."""
+
+    def __init__(
+        self, config: ExpertsConfig, parameters: Parameters, prefix: str, hidden_size: int, router: Router
+    ) -> None:
+        size = config.intermediate_size
+        names = [f"{prefix}.{index}" for index in range(config.count)]
+        gate_up = parameters.linears(
+            f"{prefix}.gate_up_proj",
+            [[(f"{name}.gate_proj", size), (f"{name}.up_proj", size)] for name in names],
+            hidden_size,
+        )
+        down = parameters.linears(f"{prefix}.down_proj", [[(f"{name}.down_proj", hidden_size)] for name in names], size)
+        self.router = router
+        self.experts = [GatedMlp(*pair) for pair in zip(gate_up, down, strict=True)]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Weighted sum of what its experts make of each row of x [T, E]."""
+        weights, chosen = self.router(x)  # [T, k] each
+        pairs = chosen.flatten()  # Pair t * k + j: token t with the j-th of its experts.
+        order = pairs.argsort()
+        counts = pairs.bincount(minlength=len(self.experts)).tolist()
+        groups = x[order // chosen.shape[1]].split_with_sizes(counts)
+        answers = torch.cat([expert(rows) for expert, rows in zip(self.experts, groups, strict=True) if len(rows)])
+        # Back in the order of the pairs, so that a token's sum does not depend on who else is in the batch.
+        answers = torch.empty_like(answers).index_copy_(0, order, answers).view(*chosen.shape, -1)  # [T, k, E]
+        return (answers * weights.unsqueeze(-1)).sum(dim=1)

@@ -1,0 +1,84 @@
+"""The loop around the batch: plan a step, compute it, hand out what it drew."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+
+from kvferry_engine.worker import Worker
+from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_node.logs import get_logger
+from kvferry_proto.timeline import now
+
+from kvferry_decoder import step
+from kvferry_decoder.answers import DrawnToken
+from kvferry_decoder.request import Request, State
+from kvferry_decoder.scheduler import Scheduler, StepSlice
+
+
+class BatchLoop:
+    """Runs a step whenever somebody runs, sleeps otherwise. A step computes in the forward thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: Scheduler,
+        metrics: WorkerMetrics,
+        *,
+        admit: Callable[[], None],
+        on_drawn: Callable[[list[DrawnToken]], None],
+        on_broken: Callable[[Request, str], None],
+    ) -> None:
+        """`admit` is called before each step; `on_broken` says which request failed in it, and why."""
+        self._worker = worker
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._admit = admit
+        self._on_drawn = on_drawn
+        self._on_broken = on_broken
+        self._work = asyncio.Event()
+
+    def wake(self) -> None:
+        """Something has changed: there may be a step to run."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Decode until cancelled."""
+        while True:
+            self._admit()
+            slices = self._scheduler.plan_step()
+            if not slices:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._step(slices)
+
+    async def _step(self, slices: list[StepSlice]) -> None:
+        inputs = step.plan(slices)
+        began = now()
+        try:
+            drawn = await self._worker.compute(functools.partial(step.run, self._worker, inputs))
+        except Exception as error:  # noqa: BLE001  # whatever breaks a step fails its requests, not the decoder
+            get_logger().exception("a decode step failed", exc_info=error)
+            self._scheduler.finish_step(slices)
+            for piece in slices:
+                self._on_broken(piece.request, f"the forward pass failed: {error}")
+            return
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe((now() - began) / 1e9)
+        self._scheduler.finish_step(slices)
+        draws = [piece.request for piece in slices if piece.draws]
+        self._metrics.tokens.labels("prefilled").inc(sum(piece.tokens for piece in slices) - len(draws))
+        self._hand_out(draws, drawn)
+
+    def _hand_out(self, draws: list[Request], drawn: step.Drawn) -> None:
+        told = []
+        for request, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
+            if request.state is not State.RUNNING:
+                continue
+            if token < 0:
+                self._on_broken(request, "the model's logits are not numbers")
+                continue
+            request.timeline.first_token = request.timeline.first_token or now()
+            told.append(DrawnToken(request, token, logprobs, request.append(token, self._worker.max_context)))
+        self._metrics.tokens.labels("drawn").inc(len(told))
+        self._on_drawn(told)

@@ -1,0 +1,57 @@
+"""--verify-kv: compares the pages that came with their source, before anything is computed from them."""
+
+import asyncio
+from collections.abc import Callable
+
+from kvferry_engine.checksums import first_difference
+from kvferry_engine.worker import Worker
+from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_proto.ints import Int32s
+
+from kvferry_decoder.intake import Incoming
+from kvferry_decoder.request import State
+
+
+class Verifier:
+    """Owns the checks under way. Says of each request how it went, unless the request has ended meanwhile."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        metrics: WorkerMetrics,
+        *,
+        on_equal: Callable[[Incoming], None],
+        on_different: Callable[[Incoming, str], None],
+    ) -> None:
+        self._worker = worker
+        self._metrics = metrics
+        self._on_equal = on_equal
+        self._on_different = on_different
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def begin(self, incoming: Incoming) -> None:
+        """Check the pages of a receiving request, all of which have come."""
+        task = asyncio.ensure_future(self._check(incoming))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def close(self) -> None:
+        """Give up what is under way."""
+        for task in self._tasks:
+            task.cancel()
+
+    async def _check(self, incoming: Incoming) -> None:
+        request, theirs = incoming.request, incoming.checksums or Int32s()
+        pages = request.pages[: self._worker.layout.pages_for(len(request.tokens) - 1)]
+        mine = await self._worker.checksums(pages)
+        if request.state is not State.RECEIVING:
+            return
+        difference = first_difference(mine, theirs, len(pages))
+        self._metrics.verified.labels("equal" if difference is None else "different").inc(len(mine))
+        if difference is None:
+            self._on_equal(incoming)
+        else:
+            self._on_different(incoming, difference)

@@ -1,0 +1,101 @@
+"""The loop around the forward pass: plan chunks, register them with the fabric, compute."""
+
+import asyncio
+import functools
+from collections.abc import Callable
+
+from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.worker import Worker
+from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_fabric import FabricError
+from kvferry_node.logs import get_logger
+from kvferry_proto.errors import ErrorCode
+from kvferry_proto.timeline import Chunk as ChunkTime
+from kvferry_proto.timeline import now
+
+from kvferry_prefiller.request import Request
+from kvferry_prefiller.scheduler import Chunk, Scheduler
+from kvferry_prefiller.sender import Sender
+
+
+class PassLoop:
+    """Runs a pass whenever there is a chunk to compute, sleeps otherwise. A pass computes in the forward thread."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        scheduler: Scheduler,
+        sender: Sender,
+        metrics: WorkerMetrics,
+        *,
+        on_broken: Callable[[Request, ErrorCode, str], None],
+        on_computed: Callable[[Request], None],
+    ) -> None:
+        """`on_broken` says which request failed and why; `on_computed` that a pass has let go of a request."""
+        self._worker = worker
+        self._scheduler = scheduler
+        self._sender = sender
+        self._metrics = metrics
+        self._on_broken = on_broken
+        self._on_computed = on_computed
+        self._work = asyncio.Event()
+
+    def wake(self) -> None:
+        """Something has changed: there may be a pass to run."""
+        self._work.set()
+
+    async def run(self) -> None:
+        """Prefill until cancelled."""
+        while True:
+            chunks = self._scheduler.plan_step()
+            if not chunks:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            await self._pass(chunks)
+
+    async def _pass(self, chunks: list[Chunk]) -> None:
+        self._register(chunks)
+        began = now()
+        inputs = [_sequence(chunk) for chunk in chunks]
+        failure = None
+        try:
+            await self._worker.compute(functools.partial(_forward, self._worker, inputs))
+        except Exception as error:  # noqa: BLE001  # whatever breaks a pass fails its requests, not the prefiller
+            get_logger().exception("a forward pass failed", exc_info=error)
+            failure = f"the forward pass failed: {error}"
+        self._count(chunks, began)
+        for chunk in chunks:
+            if failure is not None:
+                self._on_broken(chunk.request, ErrorCode.INTERNAL, failure)
+        self._scheduler.finish_step(chunks)
+        for chunk in chunks:
+            self._on_computed(chunk.request)
+
+    def _register(self, chunks: list[Chunk]) -> None:
+        """Register the chunk schedule with the fabric before the pass begins."""
+        first_value = self._worker.counter.value + 1
+        for chunk in chunks:
+            try:
+                self._sender.register(chunk, first_value)
+            except FabricError as error:
+                text = f"the pages to write were refused: {error}"
+                self._on_broken(chunk.request, ErrorCode.TRANSFER_FAILED, text)
+
+    def _count(self, chunks: list[Chunk], began: int) -> None:
+        ended = now()
+        self._metrics.steps.inc()
+        self._metrics.step_seconds.observe((ended - began) / 1e9)
+        self._metrics.tokens.labels("prefilled").inc(sum(chunk.tokens for chunk in chunks))
+        for chunk in chunks:
+            chunk.request.timeline.chunks.append(ChunkTime(began, ended, chunk.tokens))
+
+
+def _sequence(chunk: Chunk) -> SequenceSlice:
+    tokens = chunk.request.order.tokens[chunk.start : chunk.end]
+    return SequenceSlice(tokens=tokens, start=chunk.start, pages=list(chunk.request.pages), want_logits=False)
+
+
+def _forward(worker: Worker, inputs: list[SequenceSlice]) -> None:
+    batch = ForwardBatch.build(inputs, page_size=worker.layout.page_size)
+    worker.model.forward(batch, worker.pool, worker.on_layer)

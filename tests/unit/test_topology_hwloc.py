@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import event, given
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from kvferry_fabric.topology import TopologyError, plan, read_file
 from kvferry_fabric.topology.cpuset import from_list, from_mask, to_list
@@ -148,6 +148,7 @@ def test_gpus_are_what_computes(kind, is_gpu):
 DATA = sorted((Path(__file__).parents[1] / "data/topology").glob("*.xml"))
 
 
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_damaged_file_is_read_or_refused_but_never_breaks(data):
     text = data.draw(st.sampled_from([path.read_bytes() for path in DATA if path.name == "laptop.xml"]))
@@ -159,6 +160,7 @@ def test_a_damaged_file_is_read_or_refused_but_never_breaks(data):
         event("refused")
 
 
+@settings(deadline=None)
 @given(st.frozensets(st.integers(0, 300), min_size=1))
 def test_cpu_sets_are_read_in_both_forms(cpus):
     words = max(cpus) // 32 + 1

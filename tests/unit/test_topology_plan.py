@@ -2,7 +2,7 @@
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvferry_fabric.topology import Core, Gpu, Machine, Nearness, Nic, TopologyError, cpus_for, domains_for, draw, plan
 
@@ -129,6 +129,7 @@ def test_a_plan_survives_json():
     assert msgspec.json.decode(msgspec.json.encode(topology), type=type(topology)) == topology
 
 
+@settings(max_examples=100, deadline=None)
 @given(
     gpus=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1)), max_size=8),
     nics=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 1), st.sampled_from([100.0, 400.0])), max_size=12),

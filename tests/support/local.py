@@ -136,7 +136,7 @@ def settings(kind, redis_url, model, **fields):
         "kv_memory": 8 << 20,
         "threads": 1,
         "verify_kv": True,
-        # Everything shares one event loop here, which starting and ending a node holds up: shorter leases would run out.
+        # Starting and ending a node holds up the one event loop here: shorter leases would run out.
         "lease_seconds": 4.0,
         "heartbeat_seconds": 0.3,
         "drain_seconds": 5.0,

@@ -67,6 +67,10 @@ RETRYABLE = frozenset(
 )
 
 
+MAX_MESSAGE = 1000
+"""Characters of an error's text; what is longer is cut."""
+
+
 class RequestError(msgspec.Struct, frozen=True, kw_only=True):
     """A failure as it travels: node to node, and to the client."""
 
@@ -76,6 +80,11 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     retry_after: float | None = None
     """Seconds after which trying again makes sense."""
+
+    def __post_init__(self) -> None:
+        # Messages quote what was wrong, which may be a megabyte: an error must always be small enough to be sent.
+        if len(self.message) > MAX_MESSAGE:
+            msgspec.structs.force_setattr(self, "message", f"{self.message[:MAX_MESSAGE]}...")
 
     @property
     def status(self) -> int:

@@ -337,3 +337,15 @@ async def test_redis_flushed_under_load_costs_no_request(cluster):
     cluster.wait_seen(len(cluster.nodes))
     assert metric(cluster["router"], "kvferry_retries_total") == retried
     cluster.golden.check()
+
+
+async def test_a_router_frozen_for_longer_than_its_lease_goes_on_where_it_was(cluster):
+    """Decoders drop what a lost router wanted; one that comes back asks again, and its client misses nothing."""
+    undisturbed = await Stream(cluster.url, prompt(PASSAGE), ANSWER).end()
+    stream = Stream(cluster.url, prompt(PASSAGE), ANSWER)
+    await stream.until(3)
+    cluster["router"].signal(signal.SIGSTOP)
+    await asyncio.sleep(3 * LEASE)
+    cluster["router"].signal(signal.SIGCONT)
+    assert await stream.end() == undisturbed
+    cluster.golden.check()

@@ -247,14 +247,15 @@ async def test_node_restarted_behind_the_same_port_refuses_what_its_predecessor_
         assert origin.sender == successor_ref
         assert origin.peer == first.peer
         assert handled == []
-        # A new peer record opens a new channel and closes the old one.
+        # The new life has a channel of its own, which what concerns the old one does not touch.
         old = first.channel()
         new = first.post.to(Peer(ref=successor_ref, endpoint=successor.endpoint))
         assert new is not old
+        assert first.channel() is old
+        first.post.forget(PREFILLER)
         assert len(first.post) == 1
         with pytest.raises(PeerGone):
             old.send(cancel(3))
-        first.post.forget(PREFILLER)  # late news of the old life leaves the new channel open
         new.send(cancel(4))
         await eventually(lambda: handled)
         successor.close()

@@ -184,7 +184,9 @@ async def test_late_messages_are_counted_and_change_nothing(cluster, stale):
 
     await cluster.decoder("d1", twice)
     assert (await cluster.complete())["choices"][0]["text"] == ANSWER
-    assert await cluster.metric("kvferry_late_messages_total") == 1
+    assert await cluster.metric(f'kvferry_late_messages_total{{type="{stale.capitalize()}"}}') == 1
+    # A decoder that still draws tokens for it has not heard its Cancel.
+    assert cluster.decoders[0].cancelled == (["old"] if stale == "tokens" else [])
 
 
 @pytest.mark.parametrize("breach", ["too many", "negative", "lost token", "no logprobs"])

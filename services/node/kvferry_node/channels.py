@@ -180,7 +180,7 @@ class _Answerer:
 
 
 class Post:
-    """All outgoing channels of a node, one per peer."""
+    """All outgoing channels of a node, one per life of a peer."""
 
     def __init__(
         self,
@@ -194,40 +194,38 @@ class Post:
         self._reception = Reception(ref, kind, handler, metrics)
         self._metrics = metrics
         self._curve = curve
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[NodeRef, Channel] = {}
 
     def to(self, peer: Peer) -> Channel:
         """Return the channel to `peer`, opened on first use.
 
-        A channel to another life of the same node, or to another endpoint, is closed first. Raises PeerGone for an
-        endpoint that makes no sense.
+        A node that has restarted is another peer: whoever still has something to say to its earlier life does not cut
+        off what comes from this one. Raises PeerGone for an endpoint that makes no sense.
         """
-        channel = self._channels.get(peer.ref.id)
-        if channel is not None and (channel.peer.ref, channel.peer.endpoint) == (peer.ref, peer.endpoint):
+        channel = self._channels.get(peer.ref)
+        if channel is not None and channel.peer.endpoint == peer.endpoint:
             return channel
-        self._drop(peer.ref.id)
+        self._drop(peer.ref)
         channel = Channel(self._ref, peer, self._reception, self._curve)
-        self._channels[peer.ref.id] = channel
+        self._channels[peer.ref] = channel
         self._metrics.channels.set(len(self._channels))
         return channel
 
     def forget(self, ref: NodeRef) -> None:
-        """Close the channel to this life of a node; one to a later life stays."""
-        channel = self._channels.get(ref.id)
-        if channel is not None and channel.peer.ref == ref:
-            self._drop(ref.id)
+        """Close the channel to this life of a node: it is gone."""
+        self._drop(ref)
 
     def close(self) -> None:
         """Close all channels."""
-        for node_id in list(self._channels):
-            self._drop(node_id)
+        for ref in list(self._channels):
+            self._drop(ref)
         self._reception.close()
 
     def __len__(self) -> int:
         return len(self._channels)
 
-    def _drop(self, node_id: str) -> None:
-        channel = self._channels.pop(node_id, None)
+    def _drop(self, ref: NodeRef) -> None:
+        channel = self._channels.pop(ref, None)
         if channel is not None:
             channel.close()
         self._metrics.channels.set(len(self._channels))

@@ -52,9 +52,16 @@ def _refuse_unsupported(value: dict[str, Any]) -> None:
         if not any(
             got == neutral and isinstance(got, bool) == isinstance(neutral, bool) for neutral in UNSUPPORTED[field]
         ):
-            shown = orjson.dumps(got)[:80].decode(errors="replace")
-            msg = f"{field} is not supported by this server (got {shown}); leave it out"
+            msg = f"{field} is not supported by this server (got {_shown(got)}); leave it out"
             raise BadRequest(msg, field)
+
+
+def _shown(value: object) -> str:
+    try:
+        return orjson.dumps(value)[:80].decode(errors="replace")
+    except orjson.JSONEncodeError:
+        # Read, but nested more deeply than orjson writes.
+        return _name(value)
 
 
 def _explain(text: str) -> BadRequest:

@@ -89,7 +89,7 @@ class Switchboard:
         """Take a message of a decoder."""
         match message:
             case Tokens():
-                self._tokens(origin.sender, message)
+                self._tokens(origin, message)
             case Refused():
                 self._refused(origin, message)
             case Accepted() | Finished() | Cancelled() | RequestFailed():
@@ -123,7 +123,8 @@ class Switchboard:
 
     # --- messages -------------------------------------------------------------------------------------------
 
-    def _tokens(self, sender: NodeRef, message: Tokens) -> None:
+    def _tokens(self, origin: Origin, message: Tokens) -> None:
+        sender = origin.sender
         ids = message.token_ids.tolist()
         torn = sum(run.count for run in message.runs) != len(ids)
         start = 0
@@ -132,6 +133,7 @@ class Switchboard:
             attempt = self._open.get(run.request_id)
             if attempt is None or attempt.decoder.ref != sender:
                 self._late(message)
+                self._cancel_stray(origin, run.request_id)
             elif torn or not _fits(run, attempt, ids[start:end]):
                 attempt.finish(_breach(attempt, f"{run.count} tokens in a message of {len(ids)}"))
             else:
@@ -193,6 +195,15 @@ class Switchboard:
             attempt.accepted = True
             attempt.request.accepted()
             self._stop_timer(attempt)
+
+    def _cancel_stray(self, origin: Origin, request_id: str) -> None:
+        """A decoder works for an attempt that nobody here knows any more: its Cancel was lost."""
+        if request_id in self._closing:
+            return
+        try:
+            origin.reply(Cancel(request_id=request_id))
+        except ChannelError as error:
+            self._log.warning("a stray request was not cancelled", request_id=request_id, error=str(error))
 
     def _late(self, message: Message) -> None:
         self._metrics.late.labels(type(message).__name__).inc()

@@ -5,6 +5,7 @@ import asyncio
 from kvferry_node.channels import Origin
 from kvferry_node.errors import ChannelError, QueueFull
 from kvferry_node.logs import get_logger
+from kvferry_proto.codec import WireError
 from kvferry_proto.errors import HTTP_STATUS, ErrorCode, KvferryError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Message, Refused
@@ -90,9 +91,9 @@ class ZmqFront:
     async def _serve(self, session: _Session, message: Generate, received: int) -> None:
         try:
             status = await self._answer(session, message, received)
-        except ChannelError as error:
+        except (ChannelError, WireError) as error:
             status = HTTP_STATUS[ErrorCode.CANCELLED]
-            self._log.info("a client has gone", client=str(session.origin.sender), error=str(error))
+            self._log.info("a client can't be answered", client=str(session.origin.sender), error=str(error))
         finally:
             session.cancel()
             del self._sessions[session.origin.key, session.id]

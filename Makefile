@@ -2,11 +2,12 @@
 # make test             linters, types and all tests; PYTEST="-k shards" for pytest
 # make check            linters and types alone
 # make bench            what can be measured, and how
+# make bench-fabric     the fabric against plain libfabric: JSON lines; ARGS="--providers tcp --parts stream"
 # make clean            remove what was built; the environment too with `make distclean`
 #
 # TORCH="torch==2.13.0" chooses another build of PyTorch, PYTHON=python3.12 another interpreter.
 
-.PHONY: help serve test check bench setup setup-serve clean distclean
+.PHONY: help serve test check bench bench-fabric setup setup-serve clean distclean
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -37,6 +38,9 @@ test: check
 
 bench:
 	@bash scripts/list_benches.sh
+
+bench-fabric: setup
+	@$(BIN)/python bench/bench_fabric.py $(ARGS)
 
 clean:
 	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c

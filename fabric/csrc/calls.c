@@ -88,6 +88,17 @@ uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *erro
   return 0;
 }
 
+uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer, uint64_t base,
+                      uint64_t room, uint64_t key, uint64_t destination_offset, uint64_t length, uint32_t slot,
+                      uint32_t generation, kf_error *error) {
+  const kf_run run = {0, 0, 1};
+  const kf_schedule plan = {.layers = 1, .slot = slot, .generation = generation, .run_count = 1, .region = region,
+                            .peer = peer, .remote = {base, room, key}, .source_start = source_offset,
+                            .destination_start = destination_offset, .source_page_stride = length,
+                            .destination_page_stride = length, .length = length, .runs = &run};
+  return kf_start(engine, &plan, error);
+}
+
 /* A transfer that has ended, or was released, is left alone: its last event tells how it ended. */
 static void run_cancel(kf_engine *engine, kf_command *command) {
   pthread_mutex_lock(&engine->registry.lock);

@@ -7,35 +7,45 @@
 #define BATCH 64
 #define BATCHES 4 /* before the thread looks at counters and commands again */
 
-static void retire(kf_engine *engine, kf_write *write) {
+static void retire(kf_engine *engine, kf_write *write, uint64_t now) {
+  kf_transfer *transfer = write->transfer;
   if (write->flipped) *write->flipped ^= 0xff; /* the source is right again */
   engine->in_flight_bytes -= write->bytes;
   kf_sub(&engine->in_flight, 1);
-  write->transfer->in_flight--;
-  write->transfer->node.event.last_completion_ns = kf_now();
+  transfer->in_flight_bytes -= write->bytes;
+  transfer->in_flight--;
+  transfer->node.event.last_completion_ns = now;
   write->transfer = NULL;
   write->flipped = NULL;
   write->next = engine->free_writes;
   engine->free_writes = write;
+  engine->free_count++;
 }
 
-static void complete(kf_engine *engine, const struct fi_cq_data_entry *entry) {
-  if (entry->flags & FI_REMOTE_CQ_DATA) {
-    kf_slots_count(&engine->slots, (uint32_t)entry->data, kf_now());
-    return;
-  }
-  kf_write *write = entry->op_context;
+static void complete(kf_engine *engine, kf_write *write, uint64_t now) {
   if (!write || !write->transfer) return;
   kf_transfer *transfer = write->transfer;
-  retire(engine, write);
+  retire(engine, write, now);
   kf_transfer_settle(engine, transfer);
+}
+
+static void complete_all(kf_engine *engine, const struct fi_cq_data_entry *entries, ssize_t count) {
+  uint32_t immediates[BATCH], arrived = 0;
+  uint64_t now = kf_now();
+  for (ssize_t i = 0; i < count; i++)
+    if (entries[i].flags & FI_REMOTE_CQ_DATA)
+      immediates[arrived++] = (uint32_t)entries[i].data;
+    else
+      complete(engine, entries[i].op_context, now);
+  if (arrived) kf_slots_count(&engine->slots, immediates, arrived, now);
 }
 
 /* A write that ended in an error, with what libfabric and the provider say about it. */
 static void complete_failed(kf_engine *engine, kf_write *write, int error, int provider_code) {
   kf_transfer *transfer = write->transfer;
   char text[KF_TEXT];
-  retire(engine, write);
+  retire(engine, write, kf_now());
+  kf_transfer_lose(engine, transfer);
   if (error == FI_ECANCELED) { /* the provider flushed it with its connection */
     error = ECONNRESET;
     snprintf(text, sizeof text, "connection to the receiver was lost with the write in flight: the receiver has died, "
@@ -85,7 +95,7 @@ bool kf_complete_round(kf_engine *engine) {
       kf_add(&engine->errors, 1);
       break;
     }
-    for (ssize_t k = 0; k < n; k++) complete(engine, &entries[k]);
+    complete_all(engine, entries, n);
     progress = true;
     if (n < BATCH) break;
   }

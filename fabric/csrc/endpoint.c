@@ -47,6 +47,8 @@ static int open_all(kf_endpoint *ep, const kf_options *options, kf_error *error)
   if (rc)
     return kf_fail(error, rc, "libfabric on this machine offers no provider '%s' (bind address %s): %s", options->provider,
                    options->bind, fi_strerror(-rc));
+  bool any_size = ep->info->ep_attr->max_order_waw_size >= options->max_write_bytes;
+  ep->ordered = any_size && (ep->info->tx_attr->msg_order & FI_ORDER_WAW) && ep->provider->msg_order == FI_ORDER_WAW;
   for (size_t i = 0; i < sizeof steps / sizeof *steps; i++)
     if ((rc = steps[i].open(ep)))
       return kf_fail(error, rc, "cannot open the %s of provider '%s' (bind address %s): %s", steps[i].what,

@@ -43,6 +43,7 @@ static int prepare(kf_engine *e, const kf_options *options) {
   e->writes = calloc(options->window, sizeof *e->writes);
   if (!e->writes) return -ENOMEM;
   for (uint32_t i = options->window; i-- > 0; e->free_writes = &e->writes[i]) e->writes[i].next = e->free_writes;
+  e->free_count = options->window;
   return open_locks(e);
 }
 

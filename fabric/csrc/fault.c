@@ -27,6 +27,17 @@ static bool due(const kf_faults *faults, _Atomic uint64_t *countdown) {
   return atomic_fetch_sub(countdown, 1) == 1;
 }
 
+static void give_back(_Atomic uint64_t *countdown) {
+  if (atomic_load(countdown)) atomic_fetch_add(countdown, 1);
+}
+
+/* The provider had no room: what was counted was no write. */
+void kf_faults_uncount(kf_faults *faults) {
+  if (!is_on(faults)) return;
+  give_back(&faults->fail);
+  give_back(&faults->corrupt);
+}
+
 bool kf_faults_fail(kf_faults *faults) { return due(faults, &faults->fail); }
 
 bool kf_faults_corrupt(kf_faults *faults) { return due(faults, &faults->corrupt); }

@@ -32,7 +32,7 @@ typedef struct {
   uint64_t mr_mode;     /* memory registration modes that we can serve */
   bool over_ip;         /* binds to an IP address */
   bool has_wait_fd;     /* its completion queue can wake poll() */
-  uint64_t write_flags; /* completion level: a write is complete when its bytes are in the target's memory */
+  uint64_t msg_order;   /* FI_ORDER_WAW: writes to one peer land in the order in which they were posted */
 } kf_provider;
 
 const kf_provider *kf_provider_find(const char *name);
@@ -48,7 +48,8 @@ typedef struct {
   struct fid_cq *cq;
   struct fid_av *av;
   struct fid_ep *ep;
-  int wait_fd; /* -1: none */
+  int wait_fd;  /* -1: none */
+  bool ordered; /* a write that is known to have landed has everything before it landed too */
   unsigned char address[KF_ADDRESS_MAX];
   size_t address_length;
 } kf_endpoint;
@@ -100,7 +101,7 @@ void kf_slots_close(kf_slots *slots);
 int kf_slots_expect(kf_slots *slots, uint32_t slot, uint32_t generation, uint64_t pages);
 int kf_slots_disarm(kf_slots *slots, uint32_t slot, uint32_t generation);
 uint64_t kf_slots_arrived(kf_slots *slots, uint32_t slot);
-void kf_slots_count(kf_slots *slots, uint32_t immediate, uint64_t now_ns);
+void kf_slots_count(kf_slots *slots, const uint32_t *immediates, uint32_t count, uint64_t now_ns);
 
 /* ---- memory.c, peers.c, counter.c ---- */
 struct kf_region {
@@ -153,6 +154,9 @@ typedef struct kf_transfer {
   uint32_t run;
   int32_t page;
   uint32_t in_flight;
+  uint64_t in_flight_bytes; /* posted, and not known to have landed */
+  uint32_t unsealed;        /* writes posted after the last one whose completion means that it has landed */
+  uint64_t unsealed_bytes;
   bool ended; /* registry's lock: the last event is out, `seen_ns` and `post_ns` are fixed */
   uint64_t stalled_ns; /* since when the provider takes nothing; 0: it does */
   uint64_t *seen_ns;   /* [layers] */
@@ -183,6 +187,7 @@ bool kf_state_allows(kf_state from, kf_state to);
 void kf_transfer_move(kf_transfer *transfer, kf_state to);
 void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what);
+void kf_transfer_lose(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer);
 
 /* ---- schedule.c, post.c, complete.c ---- */
@@ -193,12 +198,25 @@ bool kf_schedule_watch(kf_engine *engine);
 typedef struct kf_write {
   struct fi_context2 context; /* first: libfabric gives its address back */
   kf_transfer *transfer;
-  uint32_t pages;
-  uint64_t bytes;
+  uint64_t bytes;         /* that have landed once this is complete: of this write and of unsealed ones before it */
   unsigned char *flipped; /* byte that the CORRUPT fault turned, to be turned back */
   struct kf_write *next;
 } kf_write;
 
+/* The pages that one write carries. */
+typedef struct {
+  struct iovec local[KF_GATHER_MAX];
+  void *descriptors[KF_GATHER_MAX];
+  struct fi_rma_iov remote[KF_GATHER_MAX];
+  uint32_t parts;
+  uint32_t pages;
+  uint64_t bytes;
+  uint32_t run; /* where the next write of this layer begins; run_count: there is none */
+  int32_t page;
+} kf_batch;
+
+void kf_batch_fill(const kf_engine *engine, const kf_transfer *transfer, kf_batch *batch);
+void kf_batch_first(const kf_transfer *transfer, kf_batch *batch); /* the first page of the first layer */
 bool kf_post_round(kf_engine *engine);
 bool kf_complete_round(kf_engine *engine);
 bool kf_complete_dead_peers(kf_engine *engine);
@@ -214,6 +232,7 @@ typedef struct {
 int kf_faults_set(kf_faults *faults, int kind, uint64_t value);
 uint64_t kf_faults_hold_until(const kf_faults *faults, uint64_t seen_ns);
 bool kf_faults_fail(kf_faults *faults);
+void kf_faults_uncount(kf_faults *faults);
 bool kf_faults_corrupt(kf_faults *faults);
 
 /* ---- command.c: how other threads ask the engine's thread to do something ---- */
@@ -270,8 +289,11 @@ struct kf_engine {
   kf_transfer active; /* sentinel of a ring */
   kf_write *writes;
   kf_write *free_writes;
+  uint32_t free_count;
   uint64_t hold_until_ns; /* earliest write that the DELAY fault holds back; 0: none */
   bool stalled;           /* the provider refused a write for want of room in the last round */
+  uint64_t step_ns; /* from one progress to the next, as it has been lately */
+  uint64_t crowded_until_ns;
   uint64_t nap_ns;
   uint64_t dead_check_ns;
   uint64_t in_flight_bytes;

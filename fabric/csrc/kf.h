@@ -139,6 +139,9 @@ int kf_disarm(kf_engine *engine, uint32_t slot, uint32_t generation); /* 1: was 
 uint64_t kf_arrived(kf_engine *engine, uint32_t slot);
 
 uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *error); /* transfer id, or 0 */
+uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer, uint64_t base,
+                      uint64_t room, uint64_t key, uint64_t destination_offset, uint64_t length, uint32_t slot,
+                      uint32_t generation, kf_error *error); /* one piece at once, as one page; transfer id, or 0 */
 int kf_cancel(kf_engine *engine, uint64_t transfer);
 int kf_trace(kf_engine *engine, uint64_t transfer, uint64_t *seen_ns, uint64_t *post_ns, uint32_t room);
 int kf_release(kf_engine *engine, uint64_t transfer); /* after its last event */

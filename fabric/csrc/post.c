@@ -1,65 +1,19 @@
-/* Posts the writes of layers that are done, a few of each transfer in turn. */
+/* Posts the writes of layers that are done, a few of each transfer in turn.
+ *
+ * A transfer may end only when nothing of it can land any more. Over ordered providers one write in a turn is enough to
+ * know that: the last write of every turn (the seal) completes when it is in the target's memory, and then so are those
+ * before it; those complete as soon as their source may be reused, which spares an acknowledgement each. The queue is
+ * not read within a turn, so no new connection can slip in between a write and its seal: if the connection is lost, so
+ * is the seal, and the transfer fails. Where writes land in any order, every write is its own seal. */
 #include "internal.h"
 
 #include <stdio.h>
-#include <string.h>
 
-#define TURN 8 /* writes of one transfer before the next has its turn */
+#define TURN_WRITES 64 /* of one transfer, before the next has its turn */
+#define TURN_BYTES (1u << 20)
+#define RESERVE 4 /* one in so many writes is kept for transfers that have little in flight */
 
-typedef struct {
-  struct iovec local[KF_GATHER_MAX];
-  void *descriptors[KF_GATHER_MAX];
-  struct fi_rma_iov remote[KF_GATHER_MAX];
-  uint32_t parts;
-  uint32_t pages;
-  uint64_t bytes;
-  uint32_t run; /* where the next write of this layer begins */
-  int32_t page;
-} batch;
-
-static uint32_t pages_at_once(const kf_engine *engine, const kf_transfer *t, const batch *b) {
-  if (!t->whole_pages) return 1;
-  uint64_t by_bytes = engine->options.max_write_bytes / t->plan.length;
-  uint64_t left = (uint64_t)(t->runs[b->run].count - b->page);
-  uint64_t by_count = KF_MAX_PAGES_PER_WRITE - b->pages;
-  uint64_t n = left < by_bytes ? left : by_bytes;
-  if (n > by_count) n = by_count;
-  return n ? (uint32_t)n : 1;
-}
-
-static void add_part(kf_transfer *t, batch *b, uint32_t pages) {
-  const kf_schedule *p = &t->plan;
-  const kf_run *run = &t->runs[b->run];
-  uint64_t source = p->source_start + t->layer * p->source_layer_stride + p->source_offset +
-                    (uint64_t)(run->source + b->page) * p->source_page_stride;
-  uint64_t target = p->destination_start + t->layer * p->destination_layer_stride + p->destination_offset +
-                    (uint64_t)(run->destination + b->page) * p->destination_page_stride;
-  uint64_t bytes = pages * p->length;
-  b->local[b->parts] = (struct iovec){(char *)p->region->start + source, bytes};
-  b->descriptors[b->parts] = p->region->local_descriptor;
-  b->remote[b->parts] = (struct fi_rma_iov){p->remote.base + target, bytes, p->remote.key};
-  b->parts++;
-  b->pages += pages;
-  b->bytes += bytes;
-  b->page += (int32_t)pages;
-  if (b->page == run->count) {
-    b->run++;
-    b->page = 0;
-  }
-}
-
-/* As many scattered pages as the provider takes in one operation: below some tens of KiB operations are the limit. */
-static void fill(const kf_engine *engine, kf_transfer *t, batch *b) {
-  b->run = t->run;
-  b->page = t->page;
-  while (b->parts < engine->gather && b->run < t->plan.run_count && b->pages < KF_MAX_PAGES_PER_WRITE) {
-    uint32_t pages = pages_at_once(engine, t, b);
-    if (b->parts && b->bytes + pages * t->plan.length > engine->options.max_write_bytes) break;
-    add_part(t, b, pages);
-  }
-}
-
-static ssize_t post(kf_engine *engine, const kf_transfer *t, const batch *b, kf_write *write) {
+static ssize_t post(kf_engine *engine, const kf_transfer *t, const kf_batch *b, kf_write *write, bool seal) {
   struct fi_msg_rma message = {.msg_iov = b->local,
                                .desc = (void **)b->descriptors,
                                .iov_count = b->parts,
@@ -68,42 +22,50 @@ static ssize_t post(kf_engine *engine, const kf_transfer *t, const batch *b, kf_
                                .rma_iov_count = b->parts,
                                .context = &write->context,
                                .data = kf_immediate_pack(t->plan.slot, t->plan.generation, b->pages)};
-  uint64_t flags = FI_COMPLETION | FI_REMOTE_CQ_DATA | engine->endpoint.provider->write_flags;
+  uint64_t flags = FI_COMPLETION | FI_REMOTE_CQ_DATA | (seal ? FI_DELIVERY_COMPLETE : 0);
   return fi_writemsg(engine->endpoint.ep, &message, flags);
 }
 
-static ssize_t post_with_faults(kf_engine *engine, const kf_transfer *t, const batch *b, kf_write *write) {
+static ssize_t post_with_faults(kf_engine *engine, const kf_transfer *t, const kf_batch *b, kf_write *write, bool seal) {
   if (__builtin_expect(atomic_load_explicit(&engine->faults.on, memory_order_relaxed), false)) {
     if (kf_faults_fail(&engine->faults)) return -FI_EIO;
     if (kf_faults_corrupt(&engine->faults)) write->flipped = (unsigned char *)b->local[0].iov_base + b->bytes / b->parts / 2;
   }
   if (write->flipped) *write->flipped ^= 0xff;
-  ssize_t rc = post(engine, t, b, write);
+  ssize_t rc = post(engine, t, b, write, seal);
+  if (rc == -FI_EAGAIN) kf_faults_uncount(&engine->faults);
   if (rc && write->flipped) *write->flipped ^= 0xff; /* stays set on EAGAIN: the fault is still owed */
   return rc;
 }
 
-static void account(kf_engine *engine, kf_transfer *t, const batch *b, kf_write *write, uint64_t now) {
-  kf_event *event = &t->node.event;
+/* A write is out: it holds the bytes that have landed once it completes. */
+static void take_off(kf_engine *engine, kf_transfer *t, kf_write *write, uint64_t bytes, bool seal) {
   engine->free_writes = write->next;
+  engine->free_count--;
   write->transfer = t;
-  write->pages = b->pages;
-  write->bytes = b->bytes;
+  write->bytes = seal ? t->unsealed_bytes + bytes : 0;
+  t->unsealed_bytes = seal ? 0 : t->unsealed_bytes + bytes;
+  t->unsealed = seal ? 0 : t->unsealed + 1;
+  t->in_flight++;
+  t->in_flight_bytes += bytes;
+  t->stalled_ns = 0;
+  engine->in_flight_bytes += bytes;
+  kf_add(&engine->in_flight, 1);
+}
+
+static void account(kf_engine *engine, kf_transfer *t, const kf_batch *b, uint64_t now) {
+  kf_event *event = &t->node.event;
   if (event->first_post_ns == 0) event->first_post_ns = now;
   if (t->post_ns && t->post_ns[t->layer] == 0) t->post_ns[t->layer] = now;
   event->pages += b->pages;
   event->bytes += b->bytes;
   event->writes++;
-  t->in_flight++;
-  t->stalled_ns = 0;
-  engine->in_flight_bytes += b->bytes;
-  kf_add(&engine->in_flight, 1);
   kf_add(&engine->total_writes, 1);
   kf_add(&engine->total_pages, b->pages);
   kf_add(&engine->total_bytes, b->bytes);
 }
 
-static void advance(kf_engine *engine, kf_transfer *t, const batch *b) {
+static void advance(kf_engine *engine, kf_transfer *t, const kf_batch *b) {
   t->run = b->run;
   t->page = b->page;
   if (t->run < t->plan.run_count) return;
@@ -122,11 +84,11 @@ static void fail(kf_engine *engine, kf_transfer *t, int error) {
 }
 
 /* The provider has no room, or no connection yet. That passes, or the peer is gone. */
-static void stall(kf_engine *engine, kf_transfer *t) {
+static bool stalled_too_long(kf_engine *engine, kf_transfer *t) {
   uint64_t now = kf_now();
   engine->stalled = true;
   if (t->stalled_ns == 0 || t->in_flight) t->stalled_ns = now;
-  if (now - t->stalled_ns > engine->options.stall_ns) fail(engine, t, FI_ETIMEDOUT);
+  return now - t->stalled_ns > engine->options.stall_ns;
 }
 
 static bool held_back(kf_engine *engine, const kf_transfer *t) {
@@ -136,22 +98,37 @@ static bool held_back(kf_engine *engine, const kf_transfer *t) {
   return true;
 }
 
-static bool window_open(const kf_engine *engine) {
-  return engine->free_writes && engine->in_flight_bytes < engine->options.window_bytes;
+/* Whether the window is open for one more write once `writes` more with `bytes` are out. A transfer with little in
+ * flight finds it open when the large ones have filled their part. */
+static bool window_open(const kf_engine *engine, const kf_transfer *t, uint32_t writes, uint64_t bytes) {
+  bool small = t->in_flight_bytes + bytes < TURN_BYTES;
+  uint64_t limit = engine->options.window_bytes * (small ? 2 : 1);
+  uint32_t kept = small ? 0 : engine->options.window / RESERVE;
+  return engine->free_count > writes + kept && engine->in_flight_bytes + bytes < limit;
+}
+
+/* Whether another write follows in this turn. A wrong yes costs a flush, a wrong no an acknowledgement. */
+static bool turn_goes_on(const kf_engine *engine, const kf_transfer *t, const kf_batch *b, uint32_t posted, uint64_t bytes) {
+  if (posted + 1 == TURN_WRITES || bytes + b->bytes >= TURN_BYTES) return false;
+  if (b->run == t->plan.run_count && t->layer + 1 == t->layers_seen) return false;
+  if (b->run == t->plan.run_count && atomic_load_explicit(&engine->faults.on, memory_order_relaxed)) return false;
+  return window_open(engine, t, 1, b->bytes);
 }
 
 static bool post_turn(kf_engine *engine, kf_transfer *t) {
-  int posted = 0;
-  while (posted < TURN && t->state == KF_POSTING && window_open(engine) && !held_back(engine, t)) {
-    batch b;
-    b.parts = b.pages = 0;
-    b.bytes = 0;
-    fill(engine, t, &b);
+  uint32_t posted = 0;
+  uint64_t bytes = 0;
+  kf_batch b;
+  for (bool more = true; more && window_open(engine, t, 0, 0) && !held_back(engine, t);) {
+    kf_batch_fill(engine, t, &b);
+    more = turn_goes_on(engine, t, &b, posted, bytes);
+    bool seal = !more || !engine->endpoint.ordered;
     kf_write *write = engine->free_writes;
-    uint64_t now = kf_now(); /* before: over sockets the call itself sends */
-    ssize_t rc = post_with_faults(engine, t, &b, write);
+    uint64_t now = posted ? 0 : kf_now(); /* before: over sockets the call itself sends */
+    if (!now && t->post_ns && t->post_ns[t->layer] == 0) now = kf_now();
+    ssize_t rc = post_with_faults(engine, t, &b, write, seal);
     if (rc == -FI_EAGAIN) {
-      stall(engine, t);
+      if (stalled_too_long(engine, t)) fail(engine, t, FI_ETIMEDOUT);
       break;
     }
     if (rc) {
@@ -159,11 +136,42 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
       fail(engine, t, (int)-rc);
       return true;
     }
-    account(engine, t, &b, write, now);
+    take_off(engine, t, write, b.bytes, seal);
+    account(engine, t, &b, now);
     posted++;
+    bytes += b.bytes;
     advance(engine, t, &b);
   }
   return posted > 0;
+}
+
+/* A transfer was stopped in the middle of a turn. Its first byte, written once more behind all that was posted, tells
+ * when that has landed; it carries no immediate. (A write of nothing would do, but shm 1.17 never completes one.) */
+static bool flush(kf_engine *engine, kf_transfer *t) {
+  if (!engine->free_writes) return false;
+  kf_write *write = engine->free_writes;
+  kf_batch first;
+  kf_batch_first(t, &first);
+  struct iovec local = {first.local[0].iov_base, 1};
+  struct fi_rma_iov remote = {first.remote[0].addr, 1, t->plan.remote.key};
+  void *descriptor = t->plan.region->local_descriptor;
+  struct fi_msg_rma message = {.msg_iov = &local, .desc = &descriptor, .iov_count = 1, .addr = t->plan.peer->address,
+                               .rma_iov = &remote, .rma_iov_count = 1, .context = &write->context};
+  ssize_t rc = fi_writemsg(engine->endpoint.ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
+  if (rc == 0) {
+    take_off(engine, t, write, 0, true);
+    return true;
+  }
+  if (rc == -FI_EAGAIN && !stalled_too_long(engine, t)) return false;
+  kf_transfer_lose(engine, t);
+  kf_transfer_stop(engine, t, KF_END_FAILED, rc == -FI_EAGAIN ? FI_ETIMEDOUT : (int)-rc,
+                   "the receiver does not confirm what was written: it has died, or its connection is lost");
+  return true;
+}
+
+static bool turn(kf_engine *engine, kf_transfer *t) {
+  if (t->state == KF_POSTING) return post_turn(engine, t);
+  return t->state == KF_DRAINING && t->unsealed && flush(engine, t);
 }
 
 /* The first in line moves to the end, so that a large transfer does not starve the others. */
@@ -184,7 +192,7 @@ bool kf_post_round(kf_engine *engine) {
   engine->hold_until_ns = 0;
   for (kf_transfer *t = engine->active.next, *next; t != &engine->active; t = next) {
     next = t->next;
-    if (t->state == KF_POSTING && post_turn(engine, t)) progress = true;
+    if (turn(engine, t)) progress = true;
   }
   rotate(&engine->active);
   return progress;

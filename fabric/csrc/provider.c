@@ -8,15 +8,17 @@
 
 #define MODES_NIC (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
 
-/* FI_DELIVERY_COMPLETE: without it a write over tcp completes once its bytes are in a socket buffer, from where they
- * may still reach the target after a cancel was confirmed, and a write that the target refuses looks like a success. */
+/* A write over tcp is complete, by itself, once its bytes are in a socket buffer. From there they may still reach the
+ * target after a cancel was confirmed, and a write that the target refuses looks like a success. So post.c asks for
+ * FI_DELIVERY_COMPLETE: of every write, or, where writes to one peer land in order (FI_ORDER_WAW), of the last in a turn.
+ * efa's datagrams take many paths; verbs would keep the order, on its reliable connections, but has not been tried. */
 static const kf_provider table[] = {
-    {"efa", "efa", MODES_NIC, false, true, FI_DELIVERY_COMPLETE},
-    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, true, FI_DELIVERY_COMPLETE},
-    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, FI_DELIVERY_COMPLETE},
+    {"efa", "efa", MODES_NIC, false, true, 0},
+    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, true, 0},
+    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, FI_ORDER_WAW},
     /* net has an fd, but in 1.17 it stays readable once a connection stands: sleeping on it would never sleep */
-    {"net", "net", MODES_NIC, true, false, FI_DELIVERY_COMPLETE},
-    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, FI_DELIVERY_COMPLETE},
+    {"net", "net", MODES_NIC, true, false, FI_ORDER_WAW},
+    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, FI_ORDER_WAW},
 };
 
 const kf_provider *kf_provider_find(const char *name) {
@@ -31,6 +33,7 @@ static struct fi_info *hints_for(const kf_provider *provider) {
   hints->caps = FI_RMA | FI_MSG;
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
+  hints->tx_attr->msg_order = hints->rx_attr->msg_order = provider->msg_order;
   hints->domain_attr->mr_mode = (int)provider->mr_mode;
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   hints->domain_attr->data_progress = FI_PROGRESS_MANUAL; /* our thread makes progress; a second one would compete */

@@ -88,16 +88,20 @@ static void add_pages(kf_slots *slots, uint32_t index, uint32_t pages, uint64_t 
     report(slots, index, &slot->nodes[1], KF_OVERRUN, now_ns);
 }
 
-void kf_slots_count(kf_slots *slots, uint32_t immediate, uint64_t now_ns) {
+static void count_one(kf_slots *slots, uint32_t immediate, uint64_t now_ns) {
   uint32_t index, generation, pages;
   kf_immediate_unpack(immediate, &index, &generation, &pages);
   const kf_slot *slot = &slots->slots[index];
-  pthread_mutex_lock(&slots->lock);
   if (slot->armed && slot->generation == generation) {
     kf_add(&slots->counted, 1);
     add_pages(slots, index, pages, now_ns);
   } else {
     kf_add(&slots->stale, 1);
   }
+}
+
+void kf_slots_count(kf_slots *slots, const uint32_t *immediates, uint32_t count, uint64_t now_ns) {
+  pthread_mutex_lock(&slots->lock);
+  for (uint32_t i = 0; i < count; i++) count_one(slots, immediates[i], now_ns);
   pthread_mutex_unlock(&slots->lock);
 }

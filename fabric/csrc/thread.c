@@ -2,6 +2,7 @@
 #include "internal.h"
 
 #include <poll.h>
+#include <sched.h>
 #include <sys/prctl.h>
 #include <unistd.h>
 
@@ -13,6 +14,9 @@
 #define NAP_BUSY_NS (200 * US)    /* ...to here while writes are in flight, */
 #define NAP_ARMED_NS (1 * MS)     /* ...to here while slots are armed or layers awaited, */
 #define NAP_LISTENING_NS (5 * MS) /* ...to here while memory is registered that peers may still write to */
+#define SPIN_STRETCH 8            /* steady progress is waited for awake up to so many times spin_ns */
+#define CROWDED_NS (300 * US)     /* to yield took this long: somebody else had the core, */
+#define CROWDED_FOR_NS (100 * MS) /* so nothing is waited for awake for this long */
 #define TIMER_SLACK_NS (5 * US)
 #define FOREVER UINT64_MAX
 #define DEAD_CHECK_NS (100 * MS) /* without a completion for this long, see whether the receivers live */
@@ -59,12 +63,14 @@ static void clear_wake(kf_engine *e) {
   while (n < 0 && errno == EINTR); /* EAGAIN: nobody woke us */
 }
 
-static void wait_fds(kf_engine *e, uint64_t limit) {
+/* True if it was woken by somebody, not by the completion queue. */
+static bool wait_fds(kf_engine *e, uint64_t limit) {
   struct pollfd fds[2] = {{e->wake_fd, POLLIN, 0}, {e->endpoint.wait_fd, POLLIN, 0}};
   struct timespec timeout = {(time_t)(limit / 1000000000u), (long)(limit % 1000000000u)};
   atomic_fetch_add(&e->sleeps, 1);
   int n = ppoll(fds, e->endpoint.wait_fd >= 0 ? 2 : 1, limit == FOREVER ? NULL : &timeout, NULL);
   if (n < 0 && errno != EINTR) kf_add(&e->errors, 1);
+  return n > 0 && fds[0].revents;
 }
 
 /* `sleeping` is set before the last look: who changes something after that look sees it and writes to wake_fd. */
@@ -76,9 +82,9 @@ static void sleep_now(kf_engine *e) {
     struct fid *queue = &e->endpoint.cq->fid;
     wanted = fi_trywait(e->endpoint.fabric, &queue, 1) != 0;
   }
-  if (!wanted) wait_fds(e, limit);
-  atomic_store(&e->sleeping, false);
-  clear_wake(e);
+  bool woken = !wanted && wait_fds(e, limit);
+  bool left_alone = atomic_exchange(&e->sleeping, false); /* false: someone writes, or has written, to wake_fd */
+  if (woken || !left_alone) clear_wake(e);
 }
 
 static bool round_of_work(kf_engine *e) {
@@ -89,12 +95,6 @@ static bool round_of_work(kf_engine *e) {
   return progress;
 }
 
-static void relax(void) {
-#if defined(__x86_64__) || defined(__i386__)
-  __builtin_ia32_pause();
-#endif
-}
-
 static bool receivers_died(kf_engine *e, uint64_t last) {
   if (e->endpoint.wait_fd >= 0 || !atomic_load(&e->in_flight)) return false;
   uint64_t now = kf_now();
@@ -103,15 +103,54 @@ static bool receivers_died(kf_engine *e, uint64_t last) {
   return kf_complete_dead_peers(e);
 }
 
+/* Waking up costs some tens of us. While progress comes in short, steady steps, the next one is waited for awake, a
+ * little longer than the longest of them; every time that this was in vain the step that is waited for is halved. Long
+ * steps, as layers and requests may be, are slept through, and so is idleness. */
+static uint64_t spin_limit(const kf_engine *e, uint64_t now) {
+  uint64_t longest = SPIN_STRETCH * e->options.spin_ns;
+  uint64_t stretched = now < e->crowded_until_ns ? 0 : e->step_ns + e->step_ns / 2;
+  if (stretched > longest) stretched = longest;
+  uint64_t least = has_work(e) ? e->options.spin_ns : 0;
+  return stretched > least ? stretched : least;
+}
+
+static void relax(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#endif
+}
+
+/* Beyond the first spin_ns the core is offered to others. If one takes it, sleeping is better: who is woken runs at
+ * once, who has yielded waits for his turn. */
+static void wait_awake(kf_engine *e, uint64_t now, uint64_t waited) {
+  if (waited < e->options.spin_ns) {
+    relax();
+    return;
+  }
+  (void)sched_yield();
+  uint64_t after = kf_now();
+  if (after - now > CROWDED_NS) e->crowded_until_ns = after + CROWDED_FOR_NS;
+}
+
+static void learn_step(kf_engine *e, uint64_t step) {
+  if (step > SPIN_STRETCH * e->options.spin_ns) return;
+  uint64_t faded = e->step_ns - e->step_ns / 16;
+  e->step_ns = step > faded ? step : faded;
+}
+
 static void serve(kf_engine *e) {
   uint64_t last = kf_now();
   while (!atomic_load_explicit(&e->stopping, memory_order_relaxed)) {
-    if (round_of_work(e) || receivers_died(e, last)) {
-      last = kf_now();
+    bool progress = round_of_work(e) || receivers_died(e, last);
+    uint64_t now = kf_now();
+    if (progress) {
+      learn_step(e, now - last);
+      last = now;
       e->nap_ns = 0;
-    } else if (has_work(e) && !e->hold_until_ns && kf_now() - last < e->options.spin_ns) {
-      relax();
+    } else if (!e->hold_until_ns && now - last < spin_limit(e, now)) {
+      wait_awake(e, now, now - last);
     } else {
+      e->step_ns /= 2;
       sleep_now(e);
     }
   }

@@ -8,7 +8,7 @@
 #define TO(state) (1u << (state))
 
 /* WAITING: for the next layer. POSTING: layers are done that have not been posted. DRAINING: nothing more is posted,
- * writes are still in flight. An end is reached from DRAINING alone, so nothing is in flight at the end. */
+ * writes are still in flight, or not yet known to have landed. An end is reached from DRAINING alone, so nothing is in flight at the end. */
 static const unsigned transitions[KF_STATES] = {
     [KF_WAITING] = TO(KF_POSTING) | TO(KF_DRAINING),
     [KF_POSTING] = TO(KF_WAITING) | TO(KF_DRAINING),
@@ -74,7 +74,7 @@ static uint32_t event_kind(kf_state end) {
 }
 
 void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer) {
-  if (transfer->state != KF_DRAINING || transfer->in_flight) return;
+  if (transfer->state != KF_DRAINING || transfer->in_flight || transfer->unsealed) return;
   kf_transfer_move(transfer, transfer->end);
   leave(engine, transfer);
   transfer->node.event.kind = event_kind(transfer->end);
@@ -84,6 +84,14 @@ void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer) {
   transfer->ended = true;
   kf_events_push(&engine->events, &transfer->node);
   pthread_mutex_unlock(&engine->registry.lock);
+}
+
+/* Its connection is gone: nothing can be learnt any more about writes that were not sealed, and nothing of them lands. */
+void kf_transfer_lose(kf_engine *engine, kf_transfer *transfer) {
+  engine->in_flight_bytes -= transfer->unsealed_bytes;
+  transfer->in_flight_bytes -= transfer->unsealed_bytes;
+  transfer->unsealed_bytes = 0;
+  transfer->unsealed = 0;
 }
 
 /* Stops posting for good. An error that comes while draining turns any end into a failure; the first error is kept. */

@@ -19,9 +19,16 @@ from kvferry_fabric.schedule import ChunkSchedule
 
 _BATCH = 64
 _ADDRESS_ROOM = 256
+_OVER_IP = frozenset({"tcp", "net", "verbs"})
+"""Providers whose addresses are of the form of a struct sockaddr."""
+_FAMILY_BYTES = 2
 _FAULTS = {"corrupt": 1, "delay": 2, "fail": 3}
 _REFUSED = {22, 34}
 """EINVAL and ERANGE: the description of a transfer is at fault."""
+
+
+def _too_large(wrong: OverflowError) -> OutOfBoundsError:
+    return OutOfBoundsError(f"a transfer's numbers must not be negative and fit 64 bits: {wrong}", 34)
 
 
 class TransferEngine:
@@ -77,7 +84,7 @@ class TransferEngine:
         self._finalizer = weakref.finalize(self, self._native.close)
         self._trace = trace
         self._handles: set[_Handle] = set()
-        self._transfers: dict[int, ChunkSchedule] = {}
+        self._transfers: dict[int, tuple[str, int]] = {}  # address of the receiver, layers
         self._lock = Lock()
         self._events = self._native.ffi.new("kf_event[]", _BATCH)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -97,7 +104,20 @@ class TransferEngine:
 
     def connect(self, address: str) -> Peer:
         """Prepare to write to the engine at `address`. Raises FabricError if that is no address of this provider."""
+        if self._is_of_another_family(address):
+            msg = f"peer address {address[:80]!r} is not an address of the family of this endpoint's, {self.address}"
+            raise FabricError(msg)
         return Peer(self._native, self._handles, address)
+
+    def _is_of_another_family(self, address: str) -> bool:
+        # libfabric's address vector takes the family of whatever comes first for its own, then refuses all others: one
+        # wrong address, refused as it is, would be the last that this endpoint hears of anybody.
+        try:
+            raw, own = bytes.fromhex(address), bytes.fromhex(self.address)
+        except ValueError:
+            return False
+        alike = self.provider in _OVER_IP and len(raw) == len(own)
+        return alike and raw[:_FAMILY_BYTES] != own[:_FAMILY_BYTES]
 
     def new_counter(self) -> LayerCounter:
         """Return a layer counter that stands at 0."""
@@ -140,50 +160,47 @@ class TransferEngine:
         generation: int,
     ) -> int:
         """Write `length` bytes at once, as one page of the slot. Returns a transfer id; raises as schedule_layers()."""
-        single = ChunkSchedule(
-            counter=None,
-            first_value=0,
-            layers=1,
-            region=region,
-            peer=peer,
-            remote=remote,
-            slot=slot,
-            generation=generation,
-            source_layer_stride=0,
-            destination_layer_stride=0,
-            source_page_stride=length,
-            destination_page_stride=length,
-            length=length,
-            runs=np.array([[0, 0, 1]], np.int32),
-            source_start=source_offset,
-            destination_start=destination_offset,
-        )
-        return self._start(single)
+        self._check_remote(remote, peer)
+        native, error = self._native, self._native.new_error()
+        try:
+            with self._lock:  # the event may be polled before this thread goes on
+                transfer = int(
+                    native.lib.kf_write_one(
+                        native.pointer, region.handle, source_offset, peer.handle, remote.base, remote.length,
+                        remote.key, destination_offset, length, slot, generation, error,
+                    )
+                )  # fmt: skip
+                if transfer:
+                    self._transfers[transfer] = (peer.address, 1)
+        except OverflowError as wrong:
+            raise _too_large(wrong) from wrong
+        return self._started(transfer, error)
 
     def _start(self, chunk: ChunkSchedule) -> int:
-        self._check_remote(chunk)
+        self._check_remote(chunk.remote, chunk.peer)
         runs = np.ascontiguousarray(chunk.runs, dtype=np.int32).reshape(-1, 3)
         native, error = self._native, self._native.new_error()
         try:
             plan = native.ffi.new("kf_schedule *", self._fields(chunk, runs))
         except OverflowError as wrong:
-            msg = f"a transfer's numbers must not be negative and fit 64 bits: {wrong}"
-            raise OutOfBoundsError(msg, 34) from wrong
+            raise _too_large(wrong) from wrong
         with self._lock:  # the event may be polled before this thread goes on
             transfer = int(native.lib.kf_start(native.pointer, plan, error))
             if transfer:
-                self._transfers[transfer] = chunk
+                self._transfers[transfer] = (chunk.peer.address, chunk.layers)
+        return self._started(transfer, error)
+
+    def _started(self, transfer: int, error: Any) -> int:  # noqa: ANN401 - cdata
         if not transfer:
             kind = OutOfBoundsError if -error.code in _REFUSED else FabricError
-            raise kind(*native.describe(error))
+            raise kind(*self._native.describe(error))
         return transfer
 
-    def _check_remote(self, chunk: ChunkSchedule) -> None:
-        remote = chunk.remote
-        if (remote.provider, remote.address) != (self.provider, chunk.peer.address):
+    def _check_remote(self, remote: MemoryDescriptor, peer: Peer) -> None:
+        if (remote.provider, remote.address) != (self.provider, peer.address):
             msg = (
                 f"memory of {remote.provider} endpoint {remote.address} cannot be written through "
-                f"{self.provider} peer {chunk.peer.address}"
+                f"{self.provider} peer {peer.address}"
             )
             raise FabricError(msg)
 
@@ -231,10 +248,10 @@ class TransferEngine:
 
     def _event(self, raw: Any) -> Event:  # noqa: ANN401 - cdata
         transfer = raw.transfer
-        chunk = self._transfers.pop(transfer, None)
+        known = self._transfers.pop(transfer, None)
         layers = None
-        if chunk is not None:
-            layers = self._layer_times(transfer, chunk.layers) if self._trace else None
+        if known is not None:
+            layers = self._layer_times(transfer, known[1]) if self._trace else None
             self._native.check(self._native.lib.kf_release(self._native.pointer, transfer), "release")
         return Event(
             kind=EventKind(raw.kind),
@@ -252,7 +269,7 @@ class TransferEngine:
             last_completion_ns=raw.last_completion_ns,
             error=raw.error,
             text=self._native.ffi.string(raw.text).decode(errors="replace"),
-            peer=chunk.peer.address if chunk else "",
+            peer=known[0] if known else "",
             layers=layers,
         )
 

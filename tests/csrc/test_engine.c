@@ -1,5 +1,6 @@
-/* Two engines in one process, argv[1] the provider: layers bumped by one thread, cancelled and polled by another. */
-#include "kf.h"
+/* Two engines in one process, argv[1] the provider: layers bumped by one thread, cancelled and polled by another.
+ * A second argument: as over a provider where writes land in any order. */
+#include "internal.h"
 
 #include "check.h"
 
@@ -18,6 +19,7 @@ typedef struct {
 } side;
 
 static const char *provider;
+static bool unordered;
 static kf_counter *counter;
 static _Atomic int stop;
 
@@ -36,6 +38,7 @@ static side open_side(int fill) {
   for (int i = 0; i < LAYERS * PAGES * PAGE; i++) s.memory[i] = fill ? (unsigned char)fill : (unsigned char)(i * 7 + i / PAGE);
   s.region = kf_register(s.engine, s.memory, LAYERS * PAGES * PAGE, &error);
   CHECK(s.region);
+  if (unordered) s.engine->endpoint.ordered = false; /* its thread has nothing to post yet */
   return s;
 }
 
@@ -153,6 +156,7 @@ static void closing_in_the_middle(void) {
 
 int main(int argc, char **argv) {
   provider = argc > 1 ? argv[1] : "tcp";
+  unordered = argc > 2;
   kf_error error;
   kf_stats_values stats;
   side from = open_side(0), to = open_side(0xA5);

@@ -11,21 +11,23 @@ static kf_events events;
 static kf_slots slots;
 static _Atomic bool stop;
 
+static void count_one(kf_slots *to, uint32_t immediate, uint64_t now_ns) { kf_slots_count(to, &immediate, 1, now_ns); }
+
 static void counts_to_the_expected_number(void) {
   kf_event got[4];
   CHECK(kf_slots_expect(&slots, 7, 3, 10) == 0);
   CHECK(kf_slots_expect(&slots, 7, 4, 10) == -EBUSY);
-  kf_slots_count(&slots, kf_immediate_pack(7, 3, 4), 100);
-  kf_slots_count(&slots, kf_immediate_pack(7, 2, 6), 101); /* another generation */
-  kf_slots_count(&slots, kf_immediate_pack(8, 3, 6), 102); /* not armed */
+  count_one(&slots, kf_immediate_pack(7, 3, 4), 100);
+  count_one(&slots, kf_immediate_pack(7, 2, 6), 101); /* another generation */
+  count_one(&slots, kf_immediate_pack(8, 3, 6), 102); /* not armed */
   CHECK(kf_slots_arrived(&slots, 7) == 4 && atomic_load(&slots.stale) == 2);
   CHECK(kf_events_take(&events, got, 4) == 0);
-  kf_slots_count(&slots, kf_immediate_pack(7, 3, 6), 103);
+  count_one(&slots, kf_immediate_pack(7, 3, 6), 103);
   CHECK(kf_events_take(&events, got, 4) == 1);
   CHECK(got[0].kind == KF_ARRIVED && got[0].slot == 7 && got[0].generation == 3 && got[0].pages == 10);
   CHECK(got[0].first_ns == 100 && got[0].last_ns == 103);
-  kf_slots_count(&slots, kf_immediate_pack(7, 3, 1), 104);
-  kf_slots_count(&slots, kf_immediate_pack(7, 3, 1), 105); /* told once */
+  count_one(&slots, kf_immediate_pack(7, 3, 1), 104);
+  count_one(&slots, kf_immediate_pack(7, 3, 1), 105); /* told once */
   CHECK(kf_events_take(&events, got, 4) == 1 && got[0].kind == KF_OVERRUN && got[0].pages == 11);
   CHECK(kf_slots_disarm(&slots, 7, 2) == 0 && kf_slots_disarm(&slots, 7, 3) == 1);
   CHECK(atomic_load(&slots.armed) == 0);
@@ -34,7 +36,7 @@ static void counts_to_the_expected_number(void) {
 static void a_write_that_jumps_over_the_number_is_no_arrival(void) {
   kf_event got[4];
   CHECK(kf_slots_expect(&slots, 1, 1, 5) == 0);
-  kf_slots_count(&slots, kf_immediate_pack(1, 1, 9), 1);
+  count_one(&slots, kf_immediate_pack(1, 1, 9), 1);
   CHECK(kf_events_take(&events, got, 4) == 1 && got[0].kind == KF_OVERRUN);
   CHECK(kf_slots_disarm(&slots, 1, 1) == 1);
 }
@@ -47,7 +49,7 @@ static void refuses_what_does_not_fit(void) {
 }
 
 static void *count_for_ever(void *unused) {
-  for (uint32_t i = 0; !atomic_load(&stop); i++) kf_slots_count(&slots, kf_immediate_pack(i & 3, (i >> 2) & 1, 1), i + 1);
+  for (uint32_t i = 0; !atomic_load(&stop); i++) count_one(&slots, kf_immediate_pack(i & 3, (i >> 2) & 1, 1), i + 1);
   return unused;
 }
 

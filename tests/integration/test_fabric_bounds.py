@@ -130,6 +130,14 @@ def test_addresses_that_cannot_be_are_refused(pair, address) -> None:
         pair.sender.connect(address)
 
 
+@pytest.mark.parametrize("address", ["ff" * 16, "00" * 16, "01002f" + "00" * 13, "ff ff" + "00" * 14])
+def test_an_address_of_another_family_is_not_the_last_that_is_taken(address) -> None:
+    with TransferEngine("tcp", incarnation=1) as first, TransferEngine("tcp", incarnation=2) as other:
+        with pytest.raises(FabricError, match="not an address"):
+            first.connect(address)
+        first.connect(other.address).close()
+
+
 def test_read_only_memory_is_refused(pair) -> None:
     with pytest.raises(BufferError):
         pair.sender.register(memoryview(b"read only"))

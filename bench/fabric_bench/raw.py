@@ -1,0 +1,58 @@
+"""fabric_limit.c, built and running: the raw limit of libfabric that the fabric is held against."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from kvferry_fabric.native import _SETTINGS as LIBFABRIC_SETTINGS
+
+SOURCE = Path(__file__).parents[1] / "fabric_limit.c"
+LIBFABRIC_NAMES = {"tcp": "tcp;ofi_rxm", "verbs": "verbs;ofi_rxm"}
+
+
+def build(folder: Path) -> Path:
+    """Compile fabric_limit.c into `folder`; return the program."""
+    compiler = os.environ.get("CC") or shutil.which("gcc") or "cc"
+    program = folder / "fabric_limit"
+    flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"]
+    subprocess.run([compiler, *flags, "-o", str(program), str(SOURCE), "-lfabric"], check=True)
+    return program
+
+
+class Raw:
+    """One run of the program; it has connected and checked its bytes when the constructor returns."""
+
+    def __init__(self, program: Path, provider: str, mode: str, *, page: int, pages: int, depth: int) -> None:
+        """Write `pages` pages of so many bytes a round, one in a write, with `depth` writes in flight."""
+        name = LIBFABRIC_NAMES.get(provider, provider)
+        command = [str(program), name, mode, *(str(number) for number in (page, pages, depth, 1))]
+        environment = {**LIBFABRIC_SETTINGS, **os.environ}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self._line()
+
+    def _line(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            msg = f"{' '.join(map(str, self.process.args))} ended with status {self.process.wait()}"  # type: ignore[arg-type]
+            raise RuntimeError(msg)
+        return dict(json.loads(line))
+
+    def round(self) -> dict[str, Any]:
+        """Run one timed round and return its numbers."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._line()
+
+    def close(self) -> None:
+        """End the program."""
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+        self.process.wait(20)

@@ -1,0 +1,119 @@
+"""Throughput: scattered pages, vectors and runs, against plain libfabric writing one page at a time."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import monotonic_ns
+from typing import Any
+
+from kvferry_fabric import ChunkSchedule, EventKind, TransferEngine, runs
+
+from fabric_bench.raw import Raw
+from fabric_bench.receiver import SLOT, Receiver, random_memory, scattered, wait_events
+
+DEPTH = 128
+"""Writes that plain libfabric keeps in flight."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the result."""
+
+    page: int
+    pattern: str
+    vectors: bool
+
+    @property
+    def run(self) -> int:
+        return 16 if self.pattern == "runs16" else 1
+
+
+CASES = [
+    *(Case(kib << 10, "scattered", vectors=False) for kib in (4, 16, 64, 256)),
+    *(Case(kib << 10, "scattered", vectors=True) for kib in (4, 16, 64)),
+    Case(4 << 10, "runs16", vectors=True),
+]
+
+
+class Ours:
+    """A sender engine in this process and its pages in the receiver's."""
+
+    def __init__(self, provider: str, receiver: Receiver, case: Case, size: int, **options: Any) -> None:  # noqa: ANN401
+        self.receiver, self.case, self.pages = receiver, case, size // case.page
+        self.memory = random_memory(size)
+        self.runs = runs(*scattered(self.pages, case.run))
+        self.engine = TransferEngine(provider, incarnation=1, gather=0 if case.vectors else 1, **options)
+        self.region = self.engine.register(memoryview(self.memory))
+        self.peer = self.engine.connect(receiver.descriptor.address)
+        self.writes = 0
+
+    def round(self) -> float:
+        """Move every page once; seconds until both sides have seen the last completion."""
+        generation = self.receiver.arm(self.pages)
+        page = self.case.page
+        chunk = ChunkSchedule(
+            counter=None, first_value=0, layers=1, region=self.region, peer=self.peer, slot=SLOT,
+            remote=self.receiver.descriptor, generation=generation, source_layer_stride=0, destination_layer_stride=0,
+            source_page_stride=page, destination_page_stride=page, length=page, runs=self.runs,
+        )  # fmt: skip
+        start = monotonic_ns()
+        self.engine.schedule_layers(chunk)
+        done = wait_events(self.engine)[0]
+        if done.kind is not EventKind.DONE:
+            raise RuntimeError(done.text)
+        self.writes = done.writes
+        return (max(self.receiver.arrival_ns(), done.last_completion_ns) - start) / 1e9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all cases of a provider share."""
+
+    program: Path
+    provider: str
+    size: int
+    """Bytes that a round moves."""
+    rounds: int
+
+
+def measure(setting: Setting, receiver: Receiver, case: Case) -> dict[str, Any]:
+    """One case: bytes first, then rounds of each side in turns."""
+    size, provider = setting.size, setting.provider
+    ours = Ours(provider, receiver, case, size)
+    raw = Raw(setting.program, provider, "stream", page=case.page, pages=size // case.page, depth=DEPTH)
+    try:
+        ours.round()
+        receiver.check(case.page, case.run, ours.pages)
+        ours.round()
+        pairs = [(ours.round(), raw.round()["seconds"]) for _ in range(setting.rounds)]
+    finally:
+        raw.close()
+        ours.engine.close()
+    our_seconds, raw_seconds = (median(times) for times in zip(*pairs, strict=True))
+    return {
+        "bench": "fabric-stream",
+        "provider": provider,
+        "page_bytes": case.page,
+        "pattern": case.pattern,
+        "vectors": case.vectors,
+        "ours_gbps": round(size / our_seconds / 1e9, 3),
+        "raw_gbps": round(size / raw_seconds / 1e9, 3),
+        "ratio": round(raw_seconds / our_seconds, 3),
+        "ratio_of_pairs": round(median(theirs / mine for mine, theirs in pairs), 3),
+        "ratio_of_best": round(min(theirs for _, theirs in pairs) / min(mine for mine, _ in pairs), 3),
+        "ops_per_page": round(ours.writes / ours.pages, 4),
+        "verified_bytes": size,
+        "rounds": setting.rounds,
+    }
+
+
+def measure_all(setting: Setting, wanted: str) -> Iterator[dict[str, Any]]:
+    """Every case of a provider whose name, as in "4096-scattered-vectors", contains `wanted`."""
+    receiver = Receiver(setting.provider, setting.size)
+    try:
+        for case in CASES:
+            if wanted in f"{case.page}-{case.pattern}{'-vectors' if case.vectors else ''}":
+                yield measure(setting, receiver, case)
+    finally:
+        receiver.close()

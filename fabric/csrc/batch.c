@@ -1,0 +1,51 @@
+/* Which pages the next write of a transfer carries: neighbours as one piece, scattered ones as pieces of one write. */
+#include "internal.h"
+
+static uint32_t pages_at_once(const kf_engine *engine, const kf_transfer *t, const kf_batch *b) {
+  if (!t->whole_pages) return 1;
+  uint64_t by_bytes = engine->options.max_write_bytes / t->plan.length;
+  uint64_t left = (uint64_t)(t->runs[b->run].count - b->page);
+  uint64_t by_count = KF_MAX_PAGES_PER_WRITE - b->pages;
+  uint64_t n = left < by_bytes ? left : by_bytes;
+  if (n > by_count) n = by_count;
+  return n ? (uint32_t)n : 1;
+}
+
+static void add_part(const kf_transfer *t, uint32_t layer, kf_batch *b, uint32_t pages) {
+  const kf_schedule *p = &t->plan;
+  const kf_run *run = &t->runs[b->run];
+  uint64_t source = p->source_start + layer * p->source_layer_stride + p->source_offset +
+                    (uint64_t)(run->source + b->page) * p->source_page_stride;
+  uint64_t target = p->destination_start + layer * p->destination_layer_stride + p->destination_offset +
+                    (uint64_t)(run->destination + b->page) * p->destination_page_stride;
+  uint64_t bytes = pages * p->length;
+  b->local[b->parts] = (struct iovec){(char *)p->region->start + source, bytes};
+  b->descriptors[b->parts] = p->region->local_descriptor;
+  b->remote[b->parts] = (struct fi_rma_iov){p->remote.base + target, bytes, p->remote.key};
+  b->parts++;
+  b->pages += pages;
+  b->bytes += bytes;
+  b->page += (int32_t)pages;
+  if (b->page == run->count) {
+    b->run++;
+    b->page = 0;
+  }
+}
+
+/* As many scattered pages as the provider takes in one operation: below some tens of KiB operations are the limit. */
+void kf_batch_fill(const kf_engine *engine, const kf_transfer *t, kf_batch *b) {
+  b->parts = b->pages = 0;
+  b->bytes = 0;
+  b->run = t->run;
+  b->page = t->page;
+  while (b->parts < engine->gather && b->run < t->plan.run_count && b->pages < KF_MAX_PAGES_PER_WRITE) {
+    uint32_t pages = pages_at_once(engine, t, b);
+    if (b->parts && b->bytes + pages * t->plan.length > engine->options.max_write_bytes) break;
+    add_part(t, t->layer, b, pages);
+  }
+}
+
+void kf_batch_first(const kf_transfer *t, kf_batch *b) {
+  *b = (kf_batch){.parts = 0};
+  add_part(t, 0, b, 1);
+}

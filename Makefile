@@ -1,5 +1,5 @@
 # make serve            a real model, served; ONESHOT=1 ends after the first answer; ARGS="--decoders 3" for kvferry up
-# make test             linters, types and all tests; PYTEST="-k shards" for pytest
+# make test             linters, types and all tests; PYTEST="-k shards" for pytest, WORKERS=4 for more processes
 # make check            linters and types alone
 # make bench            what can be measured, and how
 # make bench-fabric     the fabric against plain libfabric: JSON lines; ARGS="--providers tcp --parts stream"
@@ -14,6 +14,7 @@ BIN := .venv/bin
 ONESHOT ?=
 ARGS ?=
 PYTEST ?=
+WORKERS ?= 2
 export TORCH PYTHON
 
 help:
@@ -34,7 +35,7 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	@$(BIN)/python -m pytest $(PYTEST)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
 
 bench:
 	@bash scripts/list_benches.sh

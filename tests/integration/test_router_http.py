@@ -7,7 +7,7 @@ import pytest
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.message import RequestFailed
 from kvferry_proto.page_table import Source, unpack
-from kvferry_router.testing import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
+from scripted import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 

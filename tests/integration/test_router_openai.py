@@ -4,7 +4,7 @@ import asyncio
 
 import openai
 import pytest
-from kvferry_router.testing import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
+from scripted import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}

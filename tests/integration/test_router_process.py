@@ -11,7 +11,7 @@ import pytest
 from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role, new_incarnation
 from kvferry_proto.page_table import Source, unpack
 from kvferry_router.model_folder import load_model_text
-from kvferry_router.testing import ANSWER, LAYOUT, MODEL, Registry, ScriptedDecoder, make_model_folder, running_cluster
+from scripted import ANSWER, LAYOUT, MODEL, Registry, ScriptedDecoder, make_model_folder, running_cluster
 
 FORBIDDEN = ("torch", "transformers", "kvferry_engine", "kvferry_fabric", "kvferry_prefiller", "kvferry_decoder")
 

@@ -15,7 +15,7 @@ from kvferry_proto.nodes import NodeRef
 from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.to_client import Completed, Delta, Failed, ToClient
 from kvferry_proto.to_router import CancelGenerate, ChatMessage, Generate
-from kvferry_router.testing import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
+from scripted import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 LONG = SamplingParams(max_tokens=100)

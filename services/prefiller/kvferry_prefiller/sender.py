@@ -7,7 +7,7 @@ the layer is done; no Python runs in between.
 
 import numpy as np
 from kvferry_engine.worker import Worker
-from kvferry_fabric import ChunkSchedule, FabricError, runs
+from kvferry_fabric import ChunkSchedule, runs
 from kvferry_proto.shards import Piece
 
 from kvferry_prefiller.request import Request
@@ -89,6 +89,3 @@ class Sender:
         """Post nothing more for a request; each of its transfers ends with an event once nothing of it is in flight."""
         for transfer in request.transfers:
             self._worker.fabric.cancel(transfer)
-
-
-__all__ = ["FabricError", "Sender"]

@@ -22,11 +22,10 @@ from kvferry_proto.timeline import DecodeTimeline, now
 from kvferry_proto.to_decoder import Assign, Cancel, ToDecoder
 from kvferry_proto.to_router import Accepted, Cancelled, Finished, TokenLogprobs, TokenRun, Tokens
 from kvferry_proto.usage import FinishReason, Usage
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-
 from kvferry_router.app import Router
 from kvferry_router.model_folder import load_model_text
 from kvferry_router.settings import RouterSettings
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 MODEL = "tiny"
 ANSWER = "Hello wörld, the answer 🦊 is 42."
@@ -196,7 +195,7 @@ def finished(assign: Assign, sent: int, reason: FinishReason, timeline: DecodeTi
 
 
 @asynccontextmanager
-async def running_router(redis_url: str, folder: Path, **settings: Any) -> AsyncIterator[Router]:  # noqa: ANN401
+async def running_router(redis_url: str, folder: Path, **settings: Any) -> AsyncIterator[Router]:
     """Run a router in this loop until the block ends; then drain it."""
     defaults: dict[str, Any] = {
         "http_port": 0,
@@ -266,7 +265,7 @@ class Cluster:
         lines = (await self.http.get("/metrics")).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(name))
 
-    async def complete(self, status: int = 200, path: str = "/v1/completions", **body: Any) -> Any:  # noqa: ANN401
+    async def complete(self, status: int = 200, path: str = "/v1/completions", **body: Any) -> Any:
         """Ask, check the status, return the body."""
         chat = {"messages": [{"role": "user", "content": "Hi"}]}
         prompt = chat if "chat" in path else {"prompt": "one two"}
@@ -274,7 +273,7 @@ class Cluster:
         assert answer.status_code == status, answer.text
         return answer.json()
 
-    async def events(self, path: str = "/v1/completions", **body: Any) -> list[str]:  # noqa: ANN401
+    async def events(self, path: str = "/v1/completions", **body: Any) -> list[str]:
         """Ask for a stream and return its data lines."""
         json_body = {"model": MODEL, "max_tokens": 100, "stream": True} | body
         async with self.http.stream("POST", path, json=json_body) as answer:
@@ -284,7 +283,7 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(redis_url: str, folder: Path, **settings: Any) -> AsyncIterator[Cluster]:  # noqa: ANN401
+async def running_cluster(redis_url: str, folder: Path, **settings: Any) -> AsyncIterator[Cluster]:
     """Run a router without decoders; at the end nothing may be held by it."""
     async with (
         running_router(redis_url, folder, **settings) as router,

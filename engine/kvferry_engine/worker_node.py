@@ -212,7 +212,7 @@ class WorkerNode(ABC):
 
     def state(self) -> dict[str, Any]:
         """What /state shows."""
-        shown: dict[str, Any] = {"role": self.role, "node": self.ref.id, "incarnation": self.ref.incarnation}
+        shown: dict[str, Any] = {"role": self.role, "node": self.ref.id, "incarnation": f"{self.ref.incarnation:x}"}
         if self._worker is not None and self._service is not None:
             shown |= {
                 "held": self._service.held(),

@@ -177,7 +177,7 @@ def test_a_cancel_is_confirmed_only_when_nothing_is_in_flight(sender) -> None:
     with rig.receiver(sender.engine.provider, sender.memory.nbytes) as other:
         sender.start(other, 1)
         rig.end_of(sender.engine)
-        other.process.send_signal(signal.SIGSTOP)
+        rig.stop(other.process)
         transfer = sender.start(other, sender.pages)
         rig.until(lambda: sender.engine.stats().in_flight_writes > 0, "writes in flight")
         sender.engine.cancel(transfer)
@@ -200,7 +200,7 @@ def test_a_killed_receiver_fails_its_transfers_and_no_others(sender) -> None:
     with rig.receiver(provider, size) as doomed, rig.receiver(provider, size) as healthy:
         sender.start(doomed, 1)
         rig.end_of(sender.engine)
-        doomed.process.send_signal(signal.SIGSTOP)  # so that the transfer is certainly under way when it dies
+        rig.stop(doomed.process)  # so that the transfer is certainly under way when it dies
         transfer = sender.start(doomed, sender.pages)
         rig.until(lambda: sender.engine.stats().in_flight_writes > 0, "writes in flight")
         doomed.kill()
@@ -259,7 +259,7 @@ def test_a_killed_receiver_over_shm_fails_its_transfers() -> None:
     with rig.receiver("shm", sender.memory.nbytes) as doomed:
         sender.start(doomed, 1)
         rig.end_of(sender.engine)
-        doomed.process.send_signal(signal.SIGSTOP)
+        rig.stop(doomed.process)
         sender.start(doomed, sender.pages)
         rig.until(lambda: sender.engine.stats().in_flight_writes > 0, "writes in flight")
         doomed.kill()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -25,6 +26,17 @@ def until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> No
     while not condition():
         assert time.monotonic() < end, f"timed out waiting for {what}"
         time.sleep(0.0005)
+
+
+def stop(process: "subprocess.Popen[str]") -> None:
+    """Stop a process, and wait until each of its threads has stopped: on a busy machine that takes a while."""
+    process.send_signal(signal.SIGSTOP)
+
+    def stopped() -> bool:
+        stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+        return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
+
+    until(stopped, "every thread to stop")
 
 
 def take(engine: TransferEngine, kinds: set[EventKind], count: int = 1, seconds: float = 15.0) -> list[Event]:

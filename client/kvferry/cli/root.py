@@ -75,5 +75,6 @@ def _command(loaded: object) -> click.Command:
 def root() -> None:
     """Serve large language models with prefill and decode apart, the KV cache ferried between them.
 
-    Every option can also be given as an environment variable: see the help of each command.
+    Options can also be given as environment variables: KVFERRY_<NAME> for the services (and a TOML file, --config),
+    KVFERRY_UP_<NAME> for up, KVFERRY_CHAT_<NAME> for chat.
     """

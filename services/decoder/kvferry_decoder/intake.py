@@ -12,6 +12,7 @@ from kvferry_fabric import Event, EventKind
 from kvferry_node.channels import Origin, Post
 from kvferry_node.errors import ChannelError
 from kvferry_node.logs import get_logger
+from kvferry_node.membership import VIEW_LAG_NS
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Refused
@@ -23,9 +24,6 @@ from kvferry_proto.to_prefiller import CancelPrefill, Prefill
 
 from kvferry_decoder.receiver import Receiver, Transfer, TransferState
 from kvferry_decoder.request import Request
-
-# A prefiller that joined a moment ago may not be in this node's view of the cluster yet.
-_VIEW_LAG_NS = 2_000_000_000
 
 
 @dataclass(eq=False)
@@ -226,7 +224,7 @@ class Intake:
                 self._ask_to_cancel(transfer)
         begun = {entry.transfer.peer.ref: entry.deadline - self._deadline_ns for entry in self._incoming.values()}
         for ref in {transfer.peer.ref for transfer in self._receiver.transfers}:
-            if not alive(ref) and at - begun.get(ref, 0) > _VIEW_LAG_NS:
+            if not alive(ref) and at - begun.get(ref, 0) > VIEW_LAG_NS:
                 self.prefiller_lost(ref)
 
     def _ask_to_cancel(self, transfer: Transfer) -> None:

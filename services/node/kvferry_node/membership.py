@@ -17,6 +17,8 @@ from kvferry_node.redis_link import Unreachable, connect, script
 
 Callback = Callable[[NodeRecord], None]
 
+VIEW_LAG_NS = 2_000_000_000
+"""A node that joined so short a time ago may not be in another node's view yet."""
 _BLOCK_MS = 250
 _RETRY_SECONDS = 0.25
 # For a whole round: the wait for an event, and the look at the cluster.

@@ -13,6 +13,7 @@ from kvferry_fabric import Event, EventKind, FabricError
 from kvferry_node.channels import Origin
 from kvferry_node.errors import ChannelError
 from kvferry_node.logs import get_logger
+from kvferry_node.membership import VIEW_LAG_NS
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Message
@@ -28,9 +29,6 @@ from kvferry_prefiller.request import Key, Request, State
 from kvferry_prefiller.scheduler import Scheduler
 from kvferry_prefiller.sender import Sender
 from kvferry_prefiller.settings import PrefillerSettings
-
-# A decoder that joined a moment ago may not be in this node's view of the cluster yet.
-_VIEW_LAG_NS = 2_000_000_000
 
 
 class PrefillerService:
@@ -204,7 +202,7 @@ class PrefillerService:
         """Look for decoders that left without anyone noticing, until cancelled."""
         while True:
             await asyncio.sleep(seconds)
-            known_by = now() - _VIEW_LAG_NS
+            known_by = now() - VIEW_LAG_NS
             requests = self._requests.values()
             for ref in {each.origin.sender for each in requests if each.timeline.received < known_by}:
                 if not alive(ref):

@@ -1,9 +1,14 @@
-"""The memory of a rank's KV cache: one page-aligned allocation that a transfer engine can register."""
+"""The memory of a rank's KV cache: one page-aligned allocation that a transfer engine can register.
 
-import mmap
+It is shared memory, so that another process of the host can register it, or write into it: a rank's process hands its
+pool over with `pool.shared.send(connection)`, and at the other end `SharedMemory.receive(connection)`, given to KVPool
+as its memory, is the same pool.
+"""
+
 from typing import Self, TypeVar
 
 import torch
+from kvferry_fabric import SharedMemory
 from kvferry_proto.layout import KVLayout
 
 from kvferry_engine.config import ModelConfig
@@ -34,7 +39,20 @@ def pages_for_bytes(layout: KVLayout, size: int) -> int:
 class KVPool:
     """Pages of all layers, shaped [layer][page][kv head][K/V][token][dim], filled with zeros when first touched."""
 
-    def __init__(self, layout: KVLayout, pages: int, *, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        layout: KVLayout,
+        pages: int,
+        *,
+        device: str = "cpu",
+        memory: SharedMemory | None = None,
+        huge: bool = False,
+    ) -> None:
+        """Make a pool of `pages` pages in `memory`, which belongs to the pool from now on, or in memory of its own.
+
+        `huge`: memory of its own is taken from the machine's reserved huge pages if they suffice. Raises ValueError if
+        `memory` has not exactly the size of the pool, or if the device is not supported; OSError if there is no memory.
+        """
         if pages < 1:
             msg = f"a KV pool must have at least one page, got {pages}: give it more memory or smaller pages"
             raise ValueError(msg)
@@ -43,11 +61,15 @@ class KVPool:
             raise ValueError(msg)
         self.layout = layout
         self.pages = pages
-        # Anonymous memory: aligned to the machine's page, and resident only where it has been written.
-        self._memory = mmap.mmap(-1, layout.layers * pages * layout.page_bytes)
-        self._buffer: memoryview | None = memoryview(self._memory)
+        size = layout.layers * pages * layout.page_bytes
+        if memory is not None and memory.size != size:
+            msg = f"a KV pool of {pages} pages takes {size} bytes, the memory given has {memory.size}"
+            raise ValueError(msg)
+        # Aligned to the machine's page, and, but for huge pages, resident only where it has been written.
+        self._memory = memory or SharedMemory.create(size, "kvferry-pool", huge=huge)
         shape = (layout.layers, pages, layout.heads_per_rank, 2, layout.page_size, layout.head_dim)
-        self._tensor: torch.Tensor | None = torch.frombuffer(self._memory, dtype=torch_dtype(layout.dtype)).view(shape)
+        tensor = torch.frombuffer(self._memory.buffer, dtype=torch_dtype(layout.dtype)).view(shape)
+        self._tensor: torch.Tensor | None = tensor
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -57,7 +79,13 @@ class KVPool:
     @property
     def buffer(self) -> memoryview:
         """The pool's bytes, to be registered; the pool owns them and must outlive the registration."""
-        return _open(self._buffer)
+        return self.shared.buffer
+
+    @property
+    def shared(self) -> SharedMemory:
+        """The pool's memory, to be handed to another process; the pool owns it."""
+        _open(self._tensor)
+        return self._memory
 
     @property
     def layer_stride(self) -> int:
@@ -83,16 +111,8 @@ class KVPool:
 
     def close(self) -> None:
         """Give the memory back; deregister it first. Views that others still hold keep it mapped until they go."""
-        if self._buffer is None:
-            return
         self._tensor = None
-        buffer, self._buffer = self._buffer, None
-        try:
-            buffer.release()
-            self._memory.close()
-        except BufferError:
-            # A view is alive: unmapping under it would crash, and the mapping goes with the last view anyway.
-            return
+        self._memory.close()
 
     def __enter__(self) -> Self:
         return self

@@ -55,7 +55,7 @@ class Worker:
         self._inject(settings.faults)
         self.model: Model = load_model(Path(settings.model), settings.dtype)
         self.layout: KVLayout = self.model.kv_layout(settings.page_size)
-        self.pool = KVPool(self.layout, self._pages(settings))
+        self.pool = KVPool(self.layout, self._pages(settings), huge=settings.huge_pages)
         self.allocator = PageAllocator(self.pool.pages)
         self.counter: LayerCounter = self.fabric.new_counter()
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")

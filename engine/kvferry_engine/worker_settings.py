@@ -22,6 +22,9 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
         int, msgspec.Meta(ge=1, le=1024), help_text("Tokens in a KV page; the same on all nodes of a cluster.")
     ] = 16
     kv_memory: Annotated[Bytes, help_text("Memory for KV pages.")] = 1 << 30
+    huge_pages: Annotated[bool, help_text("Take KV pages from the machine's reserved huge pages, if they suffice.")] = (
+        False
+    )
     provider: Annotated[
         Literal["auto", "efa", "verbs", "tcp", "net", "shm"], help_text("libfabric provider that carries KV pages.")
     ] = "auto"

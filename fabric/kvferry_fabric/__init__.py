@@ -8,6 +8,7 @@ from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer
 from kvferry_fabric.providers import PROVIDERS, providers
 from kvferry_fabric.runs import Runs, runs
 from kvferry_fabric.schedule import ChunkSchedule
+from kvferry_fabric.shared_memory import SharedMemory
 
 __all__ = [
     "PROVIDERS",
@@ -24,6 +25,7 @@ __all__ = [
     "OutOfBoundsError",
     "Peer",
     "Runs",
+    "SharedMemory",
     "TransferEngine",
     "page_checksums",
     "providers",

@@ -1,0 +1,165 @@
+"""Shared memory: what one process writes another sees, and nothing that could end a process with SIGBUS is taken."""
+
+import errno
+import fcntl
+import gc
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kvferry_engine.kv_pool import KVPool
+from kvferry_fabric import SharedMemory
+from kvferry_proto.layout import KVLayout
+
+LAYOUT = KVLayout(model="m", dtype="float32", layers=3, kv_heads=2, head_dim=8, page_size=4)
+PAGES = 5
+
+OTHER_RANK = """
+import socket, sys
+from kvferry_engine.kv_pool import KVPool
+from kvferry_proto.layout import KVLayout
+layout = KVLayout(model="m", dtype="float32", layers=3, kv_heads=2, head_dim=8, page_size=4)
+with KVPool(layout, 5) as pool, socket.socket(fileno=int(sys.argv[1])) as connection:
+    pool.tensor[1, 2] = 7.0
+    pool.shared.send(connection)
+    connection.recv(1)
+    print(pool.tensor[2, 4].sum().item())
+"""
+
+
+@pytest.fixture
+def ends():
+    pair = socket.socketpair()
+    yield pair
+    for end in pair:
+        end.close()
+
+
+def open_fds() -> int:
+    gc.collect()
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_rank_of_another_process_computes_in_the_same_pool(ends):
+    here, there = ends
+    there.set_inheritable(True)
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER_RANK, str(there.fileno())],
+        pass_fds=[there.fileno()], stdout=subprocess.PIPE, text=True,
+    ) as rank:  # fmt: skip
+        there.close()
+        with KVPool(LAYOUT, PAGES, memory=SharedMemory.receive(here)) as pool:
+            assert (pool.tensor[1, 2] == 7.0).all()
+            assert pool.tensor.sum() == 7.0 * pool.tensor[1, 2].numel()
+            pool.tensor[2, 4] = 1.0
+            here.send(b"!")
+            assert rank.communicate(timeout=60)[0] == f"{float(pool.tensor[2, 4].numel())}\n"
+            assert (pool.tensor[1, 2] == 7.0).all(), "the memory outlives the process that made it"
+
+
+def test_nothing_is_left_of_it_once_closed(ends):
+    before = open_fds()
+    made = SharedMemory.create(10_000, "test")
+    made.send(ends[0])
+    mapped = SharedMemory.receive(ends[1])
+    mapped.buffer[9_999] = 3
+    assert made.buffer[9_999] == 3
+    assert (made.size, len(made.buffer), mapped.size) == (10_000, 10_000, 10_000)
+    for memory in (made, mapped, made):
+        memory.close()
+    assert open_fds() == before
+    assert "memfd:test" not in Path("/proc/self/maps").read_text(encoding="ascii")
+    with pytest.raises(ValueError, match="closed"):
+        _ = made.buffer
+    with pytest.raises(ValueError, match="closed"):
+        made.send(ends[0])
+
+
+def test_it_cannot_be_made_smaller():
+    with SharedMemory.create(10_000, "test") as memory, pytest.raises(PermissionError):
+        os.ftruncate(memory.fd, 1)
+
+
+@pytest.mark.parametrize("size", [0, -1])
+def test_nothing_is_no_memory(size):
+    with pytest.raises(ValueError, match="at least one byte"):
+        SharedMemory.create(size, "test")
+
+
+def memfd(size: int, seals: int = fcntl.F_SEAL_SHRINK) -> int:
+    fd = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, size)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    return fd
+
+
+@pytest.mark.parametrize(
+    ("make", "announced", "text"),
+    [
+        (lambda: memfd(100), 101, "101 bytes was announced, 100 came"),
+        (lambda: memfd(100), 0, "0 bytes was announced"),
+        (lambda: memfd(100, fcntl.F_SEAL_GROW), 100, "seals 0x4"),
+        (lambda: os.open("/dev/null", os.O_RDWR), 100, "no memfd"),
+    ],
+)
+def test_memory_that_cannot_be_relied_on_is_refused(ends, make, announced, text):
+    before = open_fds()
+    fd = make()
+    socket.send_fds(ends[0], [struct.pack("!Q", announced)], [fd])
+    os.close(fd)
+    with pytest.raises(ValueError, match=text):
+        SharedMemory.receive(ends[1])
+    assert open_fds() == before
+
+
+def test_another_end_that_is_gone_is_said(ends):
+    ends[0].close()
+    with pytest.raises(ConnectionError, match="is gone"):
+        SharedMemory.receive(ends[1])
+
+
+def test_huge_pages_that_are_missing_are_done_without(monkeypatch):
+    asked = []
+
+    def none_left(name, flags):
+        asked.append(flags)
+        if flags & os.MFD_HUGETLB:
+            raise OSError(errno.ENOSPC, "no huge pages")
+        return real(name, flags)
+
+    real = os.memfd_create
+    monkeypatch.setattr(os, "memfd_create", none_left)
+    with KVPool(LAYOUT, PAGES, huge=True) as pool:
+        assert not pool.shared.huge
+        assert not pool.tensor.any()
+    assert [bool(flags & os.MFD_HUGETLB) for flags in asked] == [True, False]
+
+
+def test_huge_pages_are_taken_whole_and_at_once(monkeypatch):
+    # A machine of the tests has none reserved: ordinary memory stands in, the arithmetic is what is looked at.
+    real, allocated = os.memfd_create, []
+    monkeypatch.setattr(os, "memfd_create", lambda name, flags: real(name, flags & ~os.MFD_HUGETLB))
+    monkeypatch.setattr(os, "posix_fallocate", lambda *what: allocated.append(what[1:]))
+    with SharedMemory.create((2 << 20) + 5, "test", huge=True) as memory:
+        assert memory.huge
+        assert len(memory.buffer) == memory.size == (2 << 20) + 5
+        assert os.fstat(memory.fd).st_size % (2 << 20) == 0
+        assert allocated == [(0, os.fstat(memory.fd).st_size)]
+
+
+def test_a_pool_in_memory_of_another_size_is_refused():
+    with SharedMemory.create(100, "test") as memory, pytest.raises(ValueError, match="the memory given has 100"):
+        KVPool(LAYOUT, PAGES, memory=memory)
+
+
+def test_a_page_of_a_closed_pool_stays_readable():
+    pool = KVPool(LAYOUT, PAGES)
+    pool.tensor[0, 1] = 5.0
+    page = pool.page(0, 1)
+    pool.close()
+    assert torch.frombuffer(page, dtype=torch.float32)[0] == 5.0

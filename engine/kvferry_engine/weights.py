@@ -1,7 +1,9 @@
-"""Weights from safetensors files into a model, tensor by tensor."""
+"""Weights from safetensors files into a model, tensor by tensor, each rank reading what it holds."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,12 +15,28 @@ from kvferry_engine.dtypes import torch_dtype
 from kvferry_engine.errors import ModelError
 from kvferry_engine.identity import weight_files
 from kvferry_engine.models import Model, model_class
-from kvferry_engine.models.parameters import Fused
+from kvferry_engine.models.parameters import Parameters
+from kvferry_engine.shard import ALONE, Shard, check_ranks
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 NAMED_IN_ERRORS = 8
+
+
+class _Slices(Protocol):
+    """A stored tensor of which parts can be read."""
+
+    def get_shape(self) -> list[int]: ...
+    def __getitem__(self, index: tuple[int | slice, ...]) -> torch.Tensor: ...
+
+
+class _Tensors(Protocol):
+    """An open safetensors file, whose own types say less."""
+
+    def keys(self) -> list[str]: ...
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+    def get_slice(self, name: str) -> _Slices: ...
 
 
 def load_model(
@@ -28,15 +46,18 @@ def load_model(
     device: str = "cpu",
     attention: AttentionBackend | None = None,
     progress: Progress | None = None,
+    shard: Shard = ALONE,
 ) -> Model:
-    """Build the model of a Hugging Face style folder with its weights in `dtype`.
+    """Build the model of a Hugging Face style folder, or one rank's shard of it, with its weights in `dtype`.
 
-    Raises UnknownArchitecture, or ModelError naming the tensors that are missing, unexpected or misshapen.
+    A rank reads no more of the files than what it holds. Raises UnknownArchitecture, or ModelError naming the tensors
+    that are missing, unexpected or misshapen, or the number that can't be split over the ranks.
     """
     folder = Path(folder)
     config = ModelConfig.from_folder(folder)
+    check_ranks(config, shard.ranks)
     build = model_class(config.architecture)
-    model = build(config, attention or TorchAttention(), dtype=torch_dtype(dtype), device=device)
+    model = build(config, attention or TorchAttention(), dtype=torch_dtype(dtype), device=device, shard=shard)
     _fill(model, folder, progress or _silent)
     return model
 
@@ -47,44 +68,49 @@ def _fill(model: Model, folder: Path, progress: Progress) -> None:
     total, done = sum(path.stat().st_size for path in files), 0
     unexpected: list[str] = []
     for path in files:
-        for name, tensor in _tensors(path):
-            target = _claim(name, targets, model.parameters.fused)
-            if target is not None:
-                _copy(name, tensor, target)
-            elif not _redundant(name, model.config):
-                unexpected.append(name)
-            done += tensor.nbytes
-            progress(min(done, total), total)
+        with _open(path) as file:
+            left = [name for name in file.keys() if not _take(name, file, targets, model.parameters)]  # noqa: SIM118
+        unexpected += [name for name in left if not _redundant(name, model.config)]
+        done += path.stat().st_size
+        progress(done, total)
     _check_complete(folder, missing=list(targets), unexpected=unexpected)
-    progress(total, total)
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
+@contextmanager
+def _open(path: Path) -> Iterator[_Tensors]:
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a mapping
-                yield name, file.get_tensor(name)
+            yield file
     except (SafetensorError, OSError) as error:
         msg = f"{path} cannot be read: {error}"
         raise ModelError(msg) from error
 
 
-def _claim(name: str, targets: dict[str, torch.Tensor], fused: dict[str, Fused]) -> torch.Tensor | None:
-    """Take the place of tensor `name` out of `targets`, the places still empty; None where it has none."""
+def _take(name: str, file: _Tensors, targets: dict[str, torch.Tensor], parameters: Parameters) -> bool:
+    """Copy what this rank holds of tensor `name` to its place among `targets`, the places still empty.
+
+    Returns whether it has one.
+    """
     if name in targets:
-        return targets.pop(name)
-    if name not in fused or not all(part in targets for part in fused[name].parts):
-        return None
-    for part in fused[name].parts:
-        del targets[part]
-    return fused[name].tensor
+        target, part = targets.pop(name), parameters.slices.get(name)
+        _check_shape(name, file, part.shape if part else tuple(target.shape))
+        target.copy_(file.get_slice(name)[part.index] if part else file.get_tensor(name))
+        return True
+    fused = parameters.fused.get(name)
+    if fused is None or not all(part in targets for part in fused.parts):
+        return False
+    _check_shape(name, file, fused.shape)
+    whole = file.get_slice(name)
+    for part_name, index in fused.parts.items():
+        targets.pop(part_name).copy_(whole[index])
+    return True
 
 
-def _copy(name: str, tensor: torch.Tensor, target: torch.Tensor) -> None:
-    if tensor.shape != target.shape:
-        msg = f"tensor {name} has shape {list(tensor.shape)}, the configuration asks for {list(target.shape)}"
+def _check_shape(name: str, file: _Tensors, wanted: tuple[int, ...]) -> None:
+    found = file.get_slice(name).get_shape()
+    if tuple(found) != wanted:
+        msg = f"tensor {name} has shape {list(found)}, the configuration asks for {list(wanted)}"
         raise ModelError(msg)
-    target.copy_(tensor)
 
 
 def _redundant(name: str, config: ModelConfig) -> bool:

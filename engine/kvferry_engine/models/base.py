@@ -13,37 +13,45 @@ from kvferry_engine.dtypes import dtype_name
 from kvferry_engine.errors import BatchError
 from kvferry_engine.kv_pool import KVPool, kv_layout
 from kvferry_engine.models.parameters import Parameters
+from kvferry_engine.shard import ALONE, Shard
 
 OnLayer = Callable[[int], None]
 
 
 class Model(ABC):
-    """A language model over a paged KV cache; its weights are filled by `load_model`."""
+    """One rank's share of a language model over a paged KV cache; its weights are filled by `load_model`."""
 
     def __init__(
-        self, config: ModelConfig, attention: AttentionBackend, *, dtype: torch.dtype, device: str = "cpu"
+        self,
+        config: ModelConfig,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        shard: Shard = ALONE,
     ) -> None:
         self.config = config
         self.attention = attention
         self.dtype = dtype
         self.device = device
-        self.parameters = Parameters(dtype, device)
+        self.shard = shard
+        self.parameters = Parameters(dtype, device, shard)
 
-    def kv_layout(self, page_size: int, *, ranks: int = 1) -> KVLayout:
-        """Layout of a KV cache for this model, in the dtype of its weights."""
-        return kv_layout(self.config, dtype=dtype_name(self.dtype), page_size=page_size, ranks=ranks)
+    def kv_layout(self, page_size: int) -> KVLayout:
+        """Layout of a KV cache for this model, in the dtype of its weights, over all ranks."""
+        return kv_layout(self.config, dtype=dtype_name(self.dtype), page_size=page_size, ranks=self.shard.ranks)
 
     def forward(
         self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer | None = None, *, logits: bool = True
     ) -> torch.Tensor | None:
-        """Run the batch: its keys and values go to the pool.
+        """Run the batch: its keys and values go to the pool. All ranks of a node run the same batch together.
 
         Returns the logits, float32 [sequences that want them, vocabulary], after the last token of each such
-        sequence, or None when no sequence wants any or `logits` is false. `on_layer(l)` is called when layer l's
-        output projection is done, so its keys and values are in the pool. Raises BatchError when the batch does
-        not fit the model or the pool. Not to be run by two threads at once.
+        sequence, or None when no sequence wants any or `logits` is false, and on all ranks but the first. `on_layer(l)`
+        is called when layer l's output projection is done, so its keys and values are in the pools of all ranks.
+        Raises BatchError when the batch does not fit the model or the pool. Not to be run by two threads at once.
         """
-        self._check(batch, pool)
+        self.check(batch, pool)
         with torch.inference_mode():
             return self._forward(batch, pool, on_layer or _ignore, logits=logits and batch.wants_logits)
 
@@ -52,9 +60,11 @@ class Model(ABC):
         self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, *, logits: bool
     ) -> torch.Tensor | None: ...
 
-    def _check(self, batch: ForwardBatch, pool: KVPool) -> None:
+    def check(self, batch: ForwardBatch, pool: KVPool) -> None:
+        """Raise BatchError when the batch does not fit the model or the pool."""
         layout, config = pool.layout, self.config
-        mine = (config.layers, config.kv_heads, config.head_dim, dtype_name(self.dtype), batch.page_size)
+        heads = self.shard.kv_heads(config).size
+        mine = (config.layers, heads, config.head_dim, dtype_name(self.dtype), batch.page_size)
         theirs = (layout.layers, layout.heads_per_rank, layout.head_dim, layout.dtype, layout.page_size)
         if mine != theirs:
             msg = f"the pool's (layers, KV heads, head dim, dtype, page size) are {theirs}, the model's step has {mine}"

@@ -3,7 +3,6 @@
 from abc import abstractmethod
 
 import torch
-from torch.nn import functional
 
 from kvferry_engine.attention import AttentionBackend
 from kvferry_engine.batch import ForwardBatch
@@ -12,29 +11,33 @@ from kvferry_engine.errors import ModelError
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.models.base import Model, OnLayer
 from kvferry_engine.models.layers import DecoderLayer
-from kvferry_engine.models.linear import Linear
 from kvferry_engine.models.rope import Rope
+from kvferry_engine.models.vocabulary import Embedding, Head
+from kvferry_engine.shard import ALONE, Shard
 
 
 class DecoderModel(Model):
     """A stack of decoder layers; an architecture says what its layers are made of."""
 
     def __init__(
-        self, config: ModelConfig, attention: AttentionBackend, *, dtype: torch.dtype, device: str = "cpu"
+        self,
+        config: ModelConfig,
+        attention: AttentionBackend,
+        *,
+        dtype: torch.dtype,
+        device: str = "cpu",
+        shard: Shard = ALONE,
     ) -> None:
-        super().__init__(config, attention, dtype=dtype, device=device)
+        super().__init__(config, attention, dtype=dtype, device=device, shard=shard)
         if config.hidden_act != "silu":
             msg = f"{config.architecture} with activation {config.hidden_act!r} is not supported; supported is silu"
             raise ModelError(msg)
         parameters = self.parameters
-        self.embedding = parameters.tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        self.embedding = Embedding(parameters, "model.embed_tokens.weight", config)
         self.layers = [self.build_layer(index, f"model.layers.{index}") for index in range(config.layers)]
         self.norm = parameters.norm("model.norm", config.hidden_size, config.rms_norm_eps)
-        self.head = (
-            Linear(self.embedding)
-            if config.tie_word_embeddings
-            else parameters.linear([("lm_head", config.vocab_size)], config.hidden_size)
-        )
+        head = self.embedding if config.tie_word_embeddings else Embedding(parameters, "lm_head.weight", config)
+        self.head = Head(head)
         self.rope = Rope(config.rope, config.head_dim, config.max_positions, device)
 
     @abstractmethod
@@ -44,7 +47,7 @@ class DecoderModel(Model):
     def _forward(self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, *, logits: bool) -> torch.Tensor | None:
         plan = self.attention.plan(batch, pool)
         turn = self.rope.at(batch.positions, self.dtype)
-        x = functional.embedding(batch.tokens, self.embedding)  # [T, E]
+        x = self.embedding(batch.tokens)  # [T, E]
         for index, layer in enumerate(self.layers):
             x = layer.attend(index, x, turn, plan)
             on_layer(index)
@@ -54,4 +57,4 @@ class DecoderModel(Model):
             return None
         # Nothing reads the last layer's other rows: the cache is written, and only these tokens are asked about.
         x = self.layers[-1].feed_forward(x[batch.logit_rows])
-        return self.head(self.norm(x)).float()  # [sequences that want logits, V]
+        return self.head(self.norm(x))  # [sequences that want logits, V]

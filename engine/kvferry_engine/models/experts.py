@@ -1,6 +1,7 @@
 """Mixture of experts: a router sends each token to a few of many small MLPs and weighs what they answer.
 
-Shapes: T tokens of the batch, E hidden size, F intermediate size of an expert, k experts per token.
+Shapes: T tokens of the batch, E hidden size, F this rank's share of an expert's intermediate size, k experts
+per token. All ranks route alike: each holds the whole router.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,8 @@ class Experts:
     def __init__(
         self, config: ExpertsConfig, parameters: Parameters, prefix: str, hidden_size: int, router: Router
     ) -> None:
-        size = config.intermediate_size
+        size = parameters.shard.even(config.intermediate_size)
+        self._group = parameters.shard.group
         names = [f"{prefix}.{index}" for index in range(config.count)]
         gate_up = parameters.linears(
             f"{prefix}.gate_up_proj",
@@ -59,4 +61,5 @@ class Experts:
         answers = torch.cat([expert(rows) for expert, rows in zip(self.experts, groups, strict=True) if len(rows)])
         # Back in the order of the pairs, so that a token's sum does not depend on who else is in the batch.
         answers = torch.empty_like(answers).index_copy_(0, order, answers).view(*chosen.shape, -1)  # [T, k, E]
-        return (answers * weights.unsqueeze(-1)).sum(dim=1)
+        total = (answers * weights.unsqueeze(-1)).sum(dim=1)
+        return total if self._group is None else self._group.all_reduce(total)

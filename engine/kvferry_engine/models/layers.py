@@ -1,6 +1,7 @@
 """Layers that models share: grouped-query attention, the gated MLP, and how a decoder layer joins the two.
 
-Shapes: T tokens of the batch, E hidden size, H heads, K KV heads, D head dimension, F intermediate size.
+Shapes: T tokens of the batch, E hidden size, H heads, K KV heads, D head dimension, F intermediate size; H, K
+and F are those of this rank, whose outputs are the sum over the ranks.
 """
 
 from collections.abc import Callable
@@ -25,8 +26,9 @@ class GroupedQueryAttention:
     def __init__(
         self, config: ModelConfig, parameters: Parameters, prefix: str, *, normalise_heads: bool = False
     ) -> None:
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        heads, kv_heads = parameters.shard.query_heads(config), parameters.shard.kv_heads(config)
+        self.heads, self.kv_heads, self.head_dim = heads.size, kv_heads.size, config.head_dim
+        q, kv = heads.times(config.head_dim), kv_heads.times(config.head_dim)
         parts = [(f"{prefix}.q_proj", q), (f"{prefix}.k_proj", kv), (f"{prefix}.v_proj", kv)]
         self.qkv: Linear = parameters.linear(parts, config.hidden_size, bias=config.attention_bias)
         self.output: Linear = parameters.linear(
@@ -35,7 +37,7 @@ class GroupedQueryAttention:
         self.head_norm: HeadNorm | None = None
         if normalise_heads:
             weights = parameters.rows([f"{prefix}.q_norm.weight", f"{prefix}.k_norm.weight"], config.head_dim)
-            self.head_norm = HeadNorm(weights, config.rms_norm_eps, heads=config.heads, kv_heads=config.kv_heads)
+            self.head_norm = HeadNorm(weights, config.rms_norm_eps, heads=self.heads, kv_heads=self.kv_heads)
 
     def __call__(self, layer: int, x: torch.Tensor, turn: Turn, plan: AttentionPlan) -> torch.Tensor:
         """Attend from x [T, E], after writing its keys and values; returns [T, E]."""
@@ -58,7 +60,7 @@ class GatedMlp:
     @classmethod
     def dense(cls, config: ModelConfig, parameters: Parameters, prefix: str) -> "GatedMlp":
         """Allocate the MLP that every token passes."""
-        size, bias = config.intermediate_size, config.mlp_bias
+        size, bias = parameters.shard.even(config.intermediate_size), config.mlp_bias
         parts = [(f"{prefix}.gate_proj", size), (f"{prefix}.up_proj", size)]
         return cls(
             parameters.linear(parts, config.hidden_size, bias=bias),

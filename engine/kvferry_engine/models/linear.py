@@ -13,6 +13,9 @@ from torch.nn import functional
 Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """x [rows, inputs], W [outputs, inputs] -> x W^T [rows, outputs], dense, in x's dtype."""
 
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+"""Adds up a tensor over the ranks, in place."""
+
 FEW_ROWS = 128
 """Up to here W x^T and a transposition of the result are worth more than x W^T."""
 NARROW_ROWS = 2
@@ -24,16 +27,19 @@ FAST_NARROW = {"AVX512"}
 
 
 class Linear:
-    """y = x W^T + b, W [outputs, inputs]."""
+    """y = x W^T + b, W [outputs, inputs]; where ranks hold some inputs each, the sum of their x W^T, plus b."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None, *, reduce: Reduce | None = None) -> None:
         self.weight = weight
         self.bias = bias
+        self._reduce = reduce
         self._multiply = fastest(weight.dtype, weight.device.type)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [T, inputs] to [T, outputs]."""
         y = self._multiply(x, self.weight)
+        if self._reduce is not None:
+            y = self._reduce(y)
         return y if self.bias is None else y.add_(self.bias)
 
 

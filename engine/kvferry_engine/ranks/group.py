@@ -1,0 +1,43 @@
+"""The ranks of a node joined by torch's gloo, over the loopback interface."""
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.distributed.distributed_c10d import Store
+
+GROUP_SECONDS = 60.0
+"""How long a rank waits for the others, when they meet and in every step after that."""
+_LOOPBACK = "127.0.0.1"
+
+
+class GlooGroup:
+    """One rank's end of the group. Its calls wait for the other ranks, and let other threads run meanwhile.
+
+    Not torch's default group, of which a process has only one.
+    """
+
+    def __init__(self, store: Store, rank: int, ranks: int, *, seconds: float = GROUP_SECONDS) -> None:
+        """Meet the others through `store`, which nobody else may write to. Raises RuntimeError if they don't come."""
+        store.set_timeout(timedelta(seconds=seconds))
+        gloo: Any = distributed.ProcessGroupGloo  # more than its type stubs know
+        options = gloo._Options()  # noqa: SLF001  # how torch itself makes a group of devices
+        options._devices = [gloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
+        options._timeout = timedelta(seconds=seconds)  # noqa: SLF001
+        self._rank, self._ranks = rank, ranks
+        self._gloo = gloo(store, rank, ranks, options)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up x over the ranks, in place. Raises RuntimeError if a rank is gone or does not come in time."""
+        self._gloo.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return x of all ranks, [ranks, *x.shape], on rank 0, None elsewhere. Raises RuntimeError as all_reduce."""
+        if self._rank:
+            self._gloo.gather([], [x], distributed.GatherOptions()).wait()
+            return None
+        shares = x.new_empty((self._ranks, *x.shape))
+        self._gloo.gather([list(shares)], [x], distributed.GatherOptions()).wait()
+        return shares

@@ -1,0 +1,35 @@
+"""The ranks of one model as threads of the test's own process: real gloo, no processes to start."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from engine_runner import Runner
+from kvferry_engine.ranks.group import GlooGroup
+from kvferry_engine.shard import Shard
+from kvferry_engine.weights import load_model
+
+
+class RankThreads:
+    """A `Runner` per rank, all of which take every step together."""
+
+    def __init__(self, folder, ranks, **options):
+        store = torch.distributed.HashStore()
+        self._threads = ThreadPoolExecutor(ranks)
+
+        def build(rank):
+            shard = Shard(rank, ranks, GlooGroup(store, rank, ranks))
+            return Runner(load_model(folder, "float32", shard=shard), **options)
+
+        self.runners = list(self._threads.map(build, range(ranks)))
+        self.layout = self.runners[0].pool.layout
+        # All ranks deal out the same pages.
+        self.sequence = self.runners[0].sequence
+
+    def step(self, *slices, **options):
+        """Logits of the first rank; the others must have none."""
+        first, *others = self._threads.map(lambda runner: runner.step(*slices, **options), self.runners)
+        assert others == [None] * len(others)
+        return first
+
+    def close(self):
+        self._threads.shutdown()

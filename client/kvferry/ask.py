@@ -26,6 +26,12 @@ class Ask(TypedDict, total=False):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    """Token id to what is added to its logit."""
     seed: int
     max_tokens: int
     logprobs: int
@@ -54,9 +60,23 @@ def to_generate(request_id: str, prompt: str | None, ask: Ask) -> Generate:
         prompt=prompt,
         messages=None if messages is None else [_turn(turn) for turn in messages],
         prompt_ids=None if ids is None else _ids(ids),
-        sampling=SamplingParams(**{name: value for name, value in ask.items() if name in _SAMPLING}),  # type: ignore[arg-type]  # checked on encoding
+        sampling=_sampling(ask),
         stop=_stops(ask.get("stop", ())),
     )
+
+
+def _sampling(ask: Ask) -> SamplingParams:
+    fields = {name: value for name, value in ask.items() if name in _SAMPLING}
+    if "logit_bias" in ask:
+        fields["logit_bias"] = _biases(ask["logit_bias"])
+    return SamplingParams(**fields)  # type: ignore[arg-type]  # checked on encoding
+
+
+def _biases(biases: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(biases, Mapping):
+        msg = f"logit_bias maps token ids to biases, it is no {type(biases).__name__}"
+        raise bad_request(msg)
+    return tuple(biases.items())
 
 
 def _turn(turn: Turn) -> ChatMessage:

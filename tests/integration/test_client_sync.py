@@ -49,6 +49,9 @@ def test_messages_and_token_ids_travel_as_given():
         chat = router.expect(Generate)
         client.generate(prompt_ids=range(5))
         ids = router.expect(Generate)
+        client.generate("x", min_p=0.1, logit_bias={7: -1.5}, repetition_penalty=1.2)
+        biased = router.expect(Generate).sampling
+    assert (biased.min_p, biased.logit_bias, biased.repetition_penalty) == (0.1, ((7, -1.5),), 1.2)
     assert [(turn.role, turn.content) for turn in chat.messages] == [("user", "hi"), ("assistant", "ho")]
     assert list(ids.prompt_ids) == [0, 1, 2, 3, 4]
     assert ids.prompt is None
@@ -61,6 +64,10 @@ def test_messages_and_token_ids_travel_as_given():
         ("a", {"prompt_ids": [1]}),
         ("a", {"temperature": -1}),
         ("a", {"max_tokens": 0}),
+        ("a", {"logit_bias": {7: 101}}),
+        ("a", {"logit_bias": {"x": 1}}),
+        ("a", {"logit_bias": [7]}),
+        ("a", {"min_p": 2}),
         ("a", {"max_tokens": "many"}),
         ("a", {"stop": ["x"] * 17}),
         ("a", {"nonsense": 1}),

@@ -51,10 +51,17 @@ async def test_assign_says_what_was_asked(cluster):
     await cluster.complete(
         prompt=list(range(10, 23)), temperature=0, top_p=0.5, top_k=7, seed=-1, max_tokens=3, ignore_eos=True
     )
+    await cluster.complete(
+        prompt="x", min_p=0.25, presence_penalty=-1, frequency_penalty=2, repetition_penalty=1.5, logit_bias={"7": -100}
+    )
     assign = decoder.assigned[0]
     sampling = assign.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens) == (0, 0.5, 7, 3)
     assert (sampling.seed, sampling.ignore_eos, sampling.logprobs) == ((1 << 63) - 1, True, -1)
+    assert (sampling.presence_penalty, sampling.repetition_penalty, sampling.logit_bias) == (0, 1, ())
+    penalised = decoder.assigned[1].sampling
+    assert (penalised.min_p, penalised.presence_penalty, penalised.frequency_penalty) == (0.25, -1, 2)
+    assert (penalised.repetition_penalty, penalised.logit_bias) == (1.5, ((7, -100),))
     assert assign.tokens.tolist() == list(range(10, 23))
     assert assign.stop_token_ids == cluster.text.stop_token_ids
     assert (assign.answered, assign.prefiller) == (0, None)
@@ -233,8 +240,14 @@ BAD = [
     ({"best_of": 3}, "best_of"),
     ({"echo": True}, "echo"),
     ({"suffix": "x"}, "suffix"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias[...]"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_p": 1.5}, "min_p"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"tools": [{}]}, "tools"),
     ({"temperature": 2.5}, "temperature"),

@@ -80,8 +80,8 @@ class Router:
         self.refused = []
         self._numbers = itertools.count()
 
-    def ask(self, decoder, tokens, *, prefiller=None, request_id=None, **sampling):
-        """Send an assignment; returns what becomes of it."""
+    def ask(self, decoder, tokens, *, prefiller=None, request_id=None, answered=0, **sampling):
+        """Send an assignment; returns what becomes of it. `answered`: how many of the tokens another has answered."""
         record = decoder.node._record(decoder.worker, decoder.service_endpoint, "")
         page_size = record.layout.page_size
         hashes = block_hashes(Int32s(tokens[:-1]), page_size, record.layout.model)
@@ -100,6 +100,7 @@ class Router:
                 sampling=SamplingParams(**({"temperature": 0.0, "max_tokens": 4} | sampling)),
                 stop_token_ids=[2],
                 prefiller=peer,
+                answered=answered,
             )
         )
         asked.request_id, asked.decoder = request_id, record.peer

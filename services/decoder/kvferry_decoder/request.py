@@ -14,6 +14,7 @@ RECEIVING ─────────▶ RUNNING ───┘
 import enum
 from dataclasses import dataclass, field
 
+from kvferry_engine.sampler import SamplingRow
 from kvferry_node.channels import Origin
 from kvferry_node.states import StateMachine
 from kvferry_proto.nodes import Peer
@@ -21,6 +22,8 @@ from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.timeline import DecodeTimeline, PrefillTimeline
 from kvferry_proto.to_decoder import Assign
 from kvferry_proto.usage import FinishReason
+
+from kvferry_decoder.drawing import Drawing
 
 
 class State(enum.Enum):
@@ -58,6 +61,7 @@ class Request:
     prefiller: Peer | None
     order: int
     """Arrival number: who came later is preempted first."""
+    drawing: Drawing
     computed: int = 0
     """Tokens whose KV is in the pages."""
     pages: list[int] = field(default_factory=list)
@@ -71,6 +75,7 @@ class Request:
     @classmethod
     def from_assign(cls, assign: Assign, origin: Origin, order: int) -> "Request":
         """Take an assignment. Nothing is reserved yet."""
+        prompt = len(assign.tokens) - assign.answered
         return cls(
             id=assign.request_id,
             origin=origin,
@@ -82,6 +87,7 @@ class Request:
             # One token has nothing to prefill, whoever was placed.
             prefiller=assign.prefiller if len(assign.tokens) > 1 else None,
             order=order,
+            drawing=Drawing(assign.sampling, assign.tokens[:prompt], assign.tokens[prompt:]),
         )
 
     @property
@@ -99,9 +105,14 @@ class Request:
         """Tokens drawn in this attempt."""
         return len(self.tokens) - self.prompt_length
 
+    def row(self) -> SamplingRow:
+        """Copy what drawing the next token needs."""
+        return self.drawing.row(len(self.tokens))
+
     def append(self, token: int, max_context: int) -> FinishReason | None:
         """Add a drawn token; return why the answer ends with it, or None."""
         self.tokens.append(token)
+        self.drawing.add(token)
         if token in self.stop_token_ids and not self.sampling.ignore_eos:
             return FinishReason.STOP
         if self.generated >= self.sampling.max_tokens or len(self.tokens) >= max_context:

@@ -7,7 +7,6 @@ from kvferry_engine.sampler import Sampled, SamplingBatch, SamplingRow, sample
 from kvferry_engine.worker import Worker
 from kvferry_proto.to_router import TokenLogprobs
 
-from kvferry_decoder.request import Request
 from kvferry_decoder.scheduler import StepSlice
 
 # JSON has no infinity; a masked token's log probability is told as this.
@@ -31,7 +30,7 @@ class StepPlan(NamedTuple):
 
 def plan(slices: list[StepSlice]) -> StepPlan:
     """Gather the inputs, in the event loop's thread."""
-    return StepPlan([_sequence(piece) for piece in slices], [_row(piece.request) for piece in slices if piece.draws])
+    return StepPlan([_sequence(piece) for piece in slices], [piece.request.row() for piece in slices if piece.draws])
 
 
 def run(worker: Worker, inputs: StepPlan) -> Drawn:
@@ -48,18 +47,6 @@ def _sequence(piece: StepSlice) -> SequenceSlice:
     request, start, count = piece
     return SequenceSlice(
         tokens=request.tokens[start : start + count], start=start, pages=list(request.pages), want_logits=piece.draws
-    )
-
-
-def _row(request: Request) -> SamplingRow:
-    params = request.sampling
-    return SamplingRow(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        seed=params.seed,
-        position=len(request.tokens),
-        logprobs=None if params.logprobs < 0 else params.logprobs,
     )
 
 

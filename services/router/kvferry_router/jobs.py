@@ -1,6 +1,5 @@
 """From what a client asked to what the dispatcher takes: prompts become tokens, settings become sampling."""
 
-import secrets
 from collections.abc import Sequence
 
 from kvferry_proto.errors import ErrorCode
@@ -14,6 +13,7 @@ from kvferry_router.job import Job
 from kvferry_router.limits import Limits
 from kvferry_router.model_folder import ModelText
 from kvferry_router.openai_parse import stops
+from kvferry_router.openai_sampling import check_biases, sampling_of
 from kvferry_router.openai_types import ChatRequest, Common, CompletionRequest, Turn
 from kvferry_router.settings import RouterSettings
 
@@ -85,19 +85,17 @@ class JobMaker:
     def make(self, tokens: Int32s, sampling: SamplingParams, stop: list[str], received: int) -> Job:
         """Make a job of sampling settings that are complete."""
         self._limits.answer_tokens(len(tokens), sampling.max_tokens, sampling.max_tokens)
+        check_biases((token for token, _ in sampling.logit_bias), self._text.tokenizer.vocabulary)
         return Job(tokens=tokens, sampling=sampling, stop=stop, received=received)
 
     def _job(
         self, request: Common, tokens: Int32s, received: int, *, logprobs: int, asked: int | None, default: int
     ) -> Job:
-        sampling = SamplingParams(
-            temperature=1.0 if request.temperature is None else request.temperature,
-            top_p=1.0 if request.top_p is None else request.top_p,
-            top_k=max(0, request.top_k or 0),
-            seed=secrets.randbits(53) if request.seed is None else request.seed & ((1 << 63) - 1),
+        sampling = sampling_of(
+            request,
             max_tokens=self._limits.answer_tokens(len(tokens), asked, default),
             logprobs=logprobs,
-            ignore_eos=bool(request.ignore_eos),
+            vocabulary=self._text.tokenizer.vocabulary,
         )
         return Job(tokens=tokens, sampling=sampling, stop=stops(request), received=received)
 

@@ -7,7 +7,7 @@ but the values listed there is refused. All other fields (user, metadata, store,
 from typing import Annotated, Any
 
 import msgspec
-from kvferry_proto.sampling import MAX_TOP_LOGPROBS
+from kvferry_proto.sampling import MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS, Bias, Fraction, Penalty, Repetition
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -31,6 +31,14 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] | None = None
     """Extension; 0 and -1 take all."""
+    min_p: Fraction | None = None
+    """Extension."""
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    """Extension."""
+    logit_bias: Annotated[dict[str, Bias], msgspec.Meta(max_length=MAX_BIASED_TOKENS)] | None = None
+    """Token id, written as a string, to bias."""
     seed: Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)] | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
@@ -85,9 +93,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": _ONE,
     "echo": _OFF,
     "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
     "response_format": (None, {"type": "text"}),
     "tools": _EMPTY_LIST,
     "tool_choice": (None, "none", "auto"),
@@ -98,8 +103,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "web_search_options": _NOTHING,
     "reasoning_effort": (None, "none"),
     # Extensions of other servers
-    "repetition_penalty": _ONE,
-    "min_p": _ZERO,
     "min_tokens": _ZERO,
     "length_penalty": _ONE,
     "use_beam_search": _OFF,

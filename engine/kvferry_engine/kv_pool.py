@@ -37,7 +37,10 @@ def pages_for_bytes(layout: KVLayout, size: int) -> int:
 
 
 class KVPool:
-    """Pages of all layers, shaped [layer][page][kv head][K/V][token][dim], filled with zeros when first touched."""
+    """Pages of all layers, shaped [layer][page][kv head][K/V][token][dim], filled with zeros when first touched.
+
+    Of latents a page is [token][dim]: the axes of KV head and K/V have one entry each.
+    """
 
     def __init__(
         self,
@@ -67,7 +70,7 @@ class KVPool:
             raise ValueError(msg)
         # Aligned to the machine's page, and, but for huge pages, resident only where it has been written.
         self._memory = memory or SharedMemory.create(size, "kvferry-pool", huge=huge)
-        shape = (layout.layers, pages, layout.heads_per_rank, 2, layout.page_size, layout.head_dim)
+        shape = (layout.layers, pages, layout.heads_per_rank, layout.vectors, layout.page_size, layout.head_dim)
         tensor = torch.frombuffer(self._memory.buffer, dtype=torch_dtype(layout.dtype)).view(shape)
         self._tensor: torch.Tensor | None = tensor
 

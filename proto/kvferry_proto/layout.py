@@ -10,6 +10,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     Heads come before tokens, and K and V of a head lie side by side, so any range of heads of a page is one
     contiguous run of bytes: one write, whatever the sharding on the two sides (spec 18).
+
+    Latent attention (MLA) keeps one vector a token, from which the keys and values of all heads are made: to the
+    layout it is one KV head whose K and V are the same numbers, stored once. Every rank holds a copy (spec 17).
     """
 
     model: str
@@ -19,10 +22,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
     kv_heads: int
     """Heads of the whole model, over all ranks."""
     head_dim: int
+    """Elements of a key, and of a value; of a latent, the turned part of the key included."""
     page_size: int
     """Tokens in a page."""
     ranks: int = 1
     """Tensor-parallel ranks, each with a pool of its own."""
+    latent: bool = False
+    """Whether a token has one latent for all heads, in place of a K and a V for each KV head."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_BYTES:
@@ -32,6 +38,9 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
             if getattr(self, name) < 1:
                 msg = f"KV layout: {name} must be at least 1, got {getattr(self, name)}"
                 raise ValueError(msg)
+        if self.latent and self.kv_heads != 1:
+            msg = f"a KV layout of latents has 1 KV head, got {self.kv_heads}"
+            raise ValueError(msg)
         if self.kv_heads % self.ranks and self.ranks % self.kv_heads:
             msg = (
                 f"{self.kv_heads} KV heads cannot be split over {self.ranks} ranks: "
@@ -50,9 +59,14 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         return max(1, self.ranks // self.kv_heads)
 
     @property
+    def vectors(self) -> int:
+        """Vectors that one head keeps for a token in one layer: K and V, or the latent alone."""
+        return 1 if self.latent else 2
+
+    @property
     def head_bytes(self) -> int:
         """Bytes of one head of one page in one layer, K and V together."""
-        return 2 * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
+        return self.vectors * self.page_size * self.head_dim * DTYPE_BYTES[self.dtype]
 
     @property
     def page_bytes(self) -> int:
@@ -74,7 +88,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """Return why pages cannot travel between the two layouts, naming both sides, or None if they can."""
-        for name in ("model", "dtype", "layers", "kv_heads", "head_dim", "page_size"):
+        for name in ("model", "dtype", "layers", "kv_heads", "head_dim", "page_size", "latent"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name} differs: {mine!r} on one side, {theirs!r} on the other"

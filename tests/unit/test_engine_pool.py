@@ -42,6 +42,15 @@ def test_a_rank_holds_its_heads():
         assert pool.tensor.dtype == torch.bfloat16
 
 
+def test_a_page_of_latents_is_one_vector_a_token():
+    layout = KVLayout(model="m", dtype="float32", layers=2, kv_heads=1, head_dim=6, page_size=4, ranks=4, latent=True)
+    with KVPool(layout, 3) as pool:
+        assert pool.tensor.shape == (2, 3, 1, 1, 4, 6)
+        assert pool.page_stride == 4 * 6 * 4
+        pool.tensor[1, 2] = torch.arange(24.0).view(4, 6)
+        assert torch.equal(torch.frombuffer(bytearray(pool.page(1, 2)), dtype=torch.float32), torch.arange(24.0))
+
+
 @pytest.mark.parametrize(("layer", "page"), [(3, 0), (0, 5), (-1, 0), (0, -1)])
 def test_a_page_that_is_not_there_is_refused(layer, page):
     with KVPool(LAYOUT, 5) as pool, pytest.raises(PageError, match="outside a pool of 5 pages"):

@@ -140,6 +140,19 @@ def test_numbers_below_one_are_refused(field):
         layout(**({"kv_heads": 2, "ranks": 1} | {field: 0}))
 
 
+def test_latents_have_one_kv_head():
+    with pytest.raises(ValueError, match="latents has 1 KV head, got 2"):
+        layout(2, 1, latent=True)
+
+
+@given(st.integers(1, 16), st.integers(1, 64), st.integers(1, 600), st.sampled_from(sorted(DTYPE_BYTES)))
+def test_a_latent_is_kept_once_and_by_every_rank(ranks, page_size, dim, dtype):
+    it = layout(1, ranks, latent=True, head_dim=dim, page_size=page_size, dtype=dtype)
+    assert it.page_bytes == it.head_bytes == page_size * dim * DTYPE_BYTES[dtype]
+    assert (it.replicas, it.heads_per_rank) == (ranks, 1)
+    assert 2 * it.token_bytes == layout(1, ranks, head_dim=dim, page_size=page_size, dtype=dtype).token_bytes
+
+
 def test_unknown_dtype_is_refused_also_on_the_wire():
     with pytest.raises(ValueError, match="int8"):
         layout(2, 1, dtype="int8")
@@ -169,10 +182,15 @@ def test_pages_hold_the_tokens_and_none_is_empty(count, page_size):
 # --- the shard plan -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("heads", "source_ranks", "destination_ranks"), SHARDS)
-def test_every_byte_of_every_destination_comes_once_from_where_it_belongs(heads, source_ranks, destination_ranks):
+KINDS = [(*shards, False) for shards in SHARDS] + [(*shards, True) for shards in SHARDS if shards[0] == 1]
+
+
+@pytest.mark.parametrize(("heads", "source_ranks", "destination_ranks", "latent"), KINDS)
+def test_every_byte_of_every_destination_comes_once_from_where_it_belongs(
+    heads, source_ranks, destination_ranks, latent
+):
     """A page whose every byte says what it is, moved by the plan."""
-    source, destination = layout(heads, source_ranks), layout(heads, destination_ranks)
+    source, destination = (layout(heads, ranks, latent=latent) for ranks in (source_ranks, destination_ranks))
 
     def page(of: KVLayout, rank: int) -> list[tuple[int, int]]:
         first = of.first_head(rank)
@@ -193,9 +211,9 @@ def test_every_byte_of_every_destination_comes_once_from_where_it_belongs(heads,
         assert arrivals_per_page(pieces, rank) == len({head // source.heads_per_rank for head in held})
 
 
-@pytest.mark.parametrize(("heads", "source_ranks", "destination_ranks"), SHARDS)
-def test_replicas_share_the_writes(heads, source_ranks, destination_ranks):
-    source, destination = layout(heads, source_ranks), layout(heads, destination_ranks)
+@pytest.mark.parametrize(("heads", "source_ranks", "destination_ranks", "latent"), KINDS)
+def test_replicas_share_the_writes(heads, source_ranks, destination_ranks, latent):
+    source, destination = (layout(heads, ranks, latent=latent) for ranks in (source_ranks, destination_ranks))
     pieces = plan(source, destination)
     for head in range(heads):
         first = head * source.replicas // source.heads_per_rank
@@ -212,3 +230,7 @@ def test_pairs_that_cannot_exchange_pages_are_refused_with_both_sides_named(chan
     with pytest.raises(ValueError, match=f"{name} differs: .*{value}"):
         plan(layout(4, 2), layout(4, 2, **change))
     assert layout(4, 2).mismatch(layout(4, 1)) is None
+
+
+def test_latents_and_keys_and_values_do_not_mix():
+    assert layout(1, 2, latent=True).mismatch(layout(1, 4)) == "latent differs: True on one side, False on the other"

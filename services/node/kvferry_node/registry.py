@@ -26,7 +26,7 @@ def pairing(record: NodeRecord) -> str:
     layout = record.layout
     if layout is None:
         return ""
-    shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.page_size)
+    shape = (layout.layers, layout.kv_heads, layout.head_dim, layout.page_size, int(layout.latent))
     return "|".join((record.provider, layout.model, layout.dtype, *map(str, shape)))
 
 

@@ -4,11 +4,12 @@
 # make bench            what can be measured, and how
 # make bench-fabric     the fabric against plain libfabric: JSON lines; ARGS="--providers tcp --parts stream"
 # make bench-peers      the fabric beside NIXL and Mooncake on the same pages; ARGS="--systems ours-tcp,nixl-tcp --sizes 65536"
+# make bench-engine     the engine against the machine's limits and the reference: JSON lines; ARGS="--decode 1,8"
 # make clean            remove what was built; the environment too with `make distclean`
 #
 # TORCH="torch==2.13.0" chooses another build of PyTorch, PYTHON=python3.12 another interpreter.
 
-.PHONY: help serve test check bench bench-fabric bench-peers setup setup-serve clean distclean
+.PHONY: help serve test check bench bench-fabric bench-peers bench-engine setup setup-serve clean distclean
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -48,10 +49,13 @@ bench-peers: setup
 	@bash scripts/setup_peers.sh
 	@$(BIN)/python bench/bench_peers.py $(ARGS)
 
+bench-engine: setup
+	@$(BIN)/python bench/bench_engine.py $(ARGS)
+
 clean:
-	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c
+	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c engine/kvferry_engine/_few_rows.c
 	find . -path './.venv*' -prune -o \( -name '*.egg-info' -o -name __pycache__ \) -type d -print | xargs -r rm -rf
-	find fabric -name '*.so' -delete
+	find fabric engine -name '*.so' -delete
 
 distclean: clean
 	rm -rf .venv .venv-peers

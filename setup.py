@@ -6,4 +6,4 @@ later says what is missing. The client library and the router need neither.
 
 from setuptools import setup
 
-setup(cffi_modules=["fabric/build_fabric.py:ffibuilder"])
+setup(cffi_modules=["fabric/build_fabric.py:ffibuilder", "engine/build_engine.py:ffibuilder"])

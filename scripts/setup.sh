@@ -140,7 +140,7 @@ install_python() {
 
 build_extension() {
   local want
-  want=$(hash_of setup.py fabric/build_fabric.py fabric/csrc/*.[ch] <($VENV/bin/python --version))
+  want=$(hash_of setup.py {fabric/build_fabric,engine/build_engine}.py {fabric,engine}/csrc/*.[ch] <($VENV/bin/python --version))
   is_done extension "$want" && compgen -G 'fabric/kvferry_fabric/_fabric*.so' > /dev/null && return
   say "Building the C extension"
   mkdir -p $STAMPS

@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""x [rows, inputs], W [outputs, inputs] -> x W^T [rows, outputs], dense, in x's dtype."""
+from kvferry_engine.models.few_rows import Multiply, few_rows
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Adds up a tensor over the ranks, in place."""
@@ -20,10 +19,13 @@ FEW_ROWS = 128
 """Up to here W x^T and a transposition of the result are worth more than x W^T."""
 NARROW_ROWS = 2
 """Up to here a 16-bit product is bound by reading the weights, of which it reads half the bytes."""
+FUSED_ROWS = 16
+"""Up to here the fused product is faster than widening blocks of weights."""
 WIDENED = 1 << 21
 """Elements of a matrix that are widened at a time, so that they are still in the cache when they are multiplied."""
 FAST_NARROW = {"AVX512"}
 """CPU capabilities with fast 16-bit matrix products."""
+_FUSED = few_rows()
 
 
 class Linear:
@@ -44,12 +46,14 @@ class Linear:
 
 
 def fastest(dtype: torch.dtype, device: str) -> Multiply:
-    """Choose how to multiply by weights of `dtype` on `device`."""
+    """Choose how to multiply by weights of `dtype` on `device`; the weights are dense."""
     if device != "cpu":
         return functional.linear
     if dtype == torch.float32:
         return _wide
-    return functional.linear if torch.backends.cpu.get_cpu_capability() in FAST_NARROW else _narrow
+    if torch.backends.cpu.get_cpu_capability() in FAST_NARROW:
+        return functional.linear
+    return _narrow if dtype != torch.bfloat16 or _FUSED is None else _narrow_or_fused
 
 
 def _wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -70,3 +74,9 @@ def _narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     for row in range(0, len(weight), block):
         y[:, row : row + block] = (weight[row : row + block].float() @ columns).t()
     return y
+
+
+def _narrow_or_fused(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    if _FUSED is not None and 1 < len(x) <= FUSED_ROWS:
+        return _FUSED(x, weight)
+    return _narrow(x, weight)

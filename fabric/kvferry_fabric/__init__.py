@@ -1,6 +1,7 @@
 """kvferry's fabric: page writes over libfabric, posted layer by layer by one C thread."""
 
 from kvferry_fabric.checksums import page_checksums
+from kvferry_fabric.contract import CounterHandle, Fabric, PeerHandle, RegionHandle
 from kvferry_fabric.engine import TransferEngine
 from kvferry_fabric.errors import FabricError, FabricUnavailable, FabricUnavailableError, OutOfBoundsError
 from kvferry_fabric.events import EngineStats, Event, EventKind, LayerTimes
@@ -13,9 +14,11 @@ from kvferry_fabric.shared_memory import SharedMemory
 __all__ = [
     "PROVIDERS",
     "ChunkSchedule",
+    "CounterHandle",
     "EngineStats",
     "Event",
     "EventKind",
+    "Fabric",
     "FabricError",
     "FabricUnavailable",
     "FabricUnavailableError",
@@ -24,6 +27,8 @@ __all__ = [
     "MemoryRegion",
     "OutOfBoundsError",
     "Peer",
+    "PeerHandle",
+    "RegionHandle",
     "Runs",
     "SharedMemory",
     "TransferEngine",

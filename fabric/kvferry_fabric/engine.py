@@ -9,9 +9,10 @@ from typing import Any, Self
 import numpy as np
 from kvferry_proto.memory import MemoryDescriptor
 
+from kvferry_fabric.contract import PeerHandle, RegionHandle
 from kvferry_fabric.errors import FabricError, OutOfBoundsError
 from kvferry_fabric.events import EngineStats, Event, EventKind, LayerTimes
-from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle
+from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle, own
 from kvferry_fabric.native import NativeEngine
 from kvferry_fabric.providers import choose
 from kvferry_fabric.runs import Runs
@@ -150,8 +151,8 @@ class TransferEngine:
     def write(
         self,
         *,
-        peer: Peer,
-        region: MemoryRegion,
+        peer: PeerHandle,
+        region: RegionHandle,
         source_offset: int,
         remote: MemoryDescriptor,
         destination_offset: int,
@@ -162,11 +163,12 @@ class TransferEngine:
         """Write `length` bytes at once, as one page of the slot. Returns a transfer id; raises as schedule_layers()."""
         self._check_remote(remote, peer)
         native, error = self._native, self._native.new_error()
+        source, target = own(native, region, MemoryRegion), own(native, peer, Peer)
         try:
             with self._lock:  # the event may be polled before this thread goes on
                 transfer = int(
                     native.lib.kf_write_one(
-                        native.pointer, region.handle, source_offset, peer.handle, remote.base, remote.length,
+                        native.pointer, source, source_offset, target, remote.base, remote.length,
                         remote.key, destination_offset, length, slot, generation, error,
                     )
                 )  # fmt: skip
@@ -196,7 +198,7 @@ class TransferEngine:
             raise kind(*self._native.describe(error))
         return transfer
 
-    def _check_remote(self, remote: MemoryDescriptor, peer: Peer) -> None:
+    def _check_remote(self, remote: MemoryDescriptor, peer: PeerHandle) -> None:
         if (remote.provider, remote.address) != (self.provider, peer.address):
             msg = (
                 f"memory of {remote.provider} endpoint {remote.address} cannot be written through "
@@ -207,14 +209,14 @@ class TransferEngine:
     def _fields(self, chunk: ChunkSchedule, runs: Runs) -> dict[str, Any]:
         remote = chunk.remote
         return {
-            "counter": chunk.counter.handle if chunk.counter else self._native.ffi.NULL,
+            "counter": own(self._native, chunk.counter, LayerCounter) if chunk.counter else self._native.ffi.NULL,
             "first_value": chunk.first_value,
             "layers": chunk.layers,
             "slot": chunk.slot,
             "generation": chunk.generation,
             "run_count": len(runs),
-            "region": chunk.region.handle,
-            "peer": chunk.peer.handle,
+            "region": own(self._native, chunk.region, MemoryRegion),
+            "peer": own(self._native, chunk.peer, Peer),
             "remote": {"base": remote.base, "length": remote.length, "key": remote.key},
             "source_start": chunk.source_start,
             "destination_start": chunk.destination_start,

@@ -1,6 +1,6 @@
 """What an engine gives out: memory regions, peers and layer counters. Each is closed by its user, or by the engine."""
 
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from kvferry_proto.memory import MemoryDescriptor
 
@@ -11,7 +11,7 @@ from kvferry_fabric.native import NativeEngine
 class _Handle:
     """A C object of an engine; closing is idempotent, and using it afterwards raises FabricError."""
 
-    _what = "handle"
+    what = "handle"
 
     def __init__(self, native: NativeEngine, owner: set["_Handle"], handle: Any) -> None:  # noqa: ANN401 - cdata
         self._native = native
@@ -23,9 +23,13 @@ class _Handle:
     def handle(self) -> Any:  # noqa: ANN401 - a cdata pointer
         """The C object. Raises FabricError if this or its engine is closed."""
         if self._handle is None or self._native.closed:
-            msg = f"this {self._what} is closed"
+            msg = f"this {self.what} is closed"
             raise FabricError(msg)
         return self._handle
+
+    def is_of(self, native: NativeEngine) -> bool:
+        """Whether this engine gave it out."""
+        return self._native is native
 
     def close(self) -> None:
         """Give it back. Raises FabricError, and stays open, while a transfer still needs it."""
@@ -52,10 +56,21 @@ class _Handle:
         self.close()
 
 
+H = TypeVar("H", bound=_Handle)
+
+
+def own(native: NativeEngine, handle: object, kind: type[H]) -> Any:  # noqa: ANN401 - a cdata pointer
+    """The C object of a handle. Raises FabricError if it is closed, or was not given out by this engine."""
+    if isinstance(handle, kind) and handle.is_of(native):
+        return handle.handle
+    msg = f"this is no {kind.what} of this engine"
+    raise FabricError(msg)
+
+
 class MemoryRegion(_Handle):
     """Registered memory; keeps its buffer alive. Closing it makes writes with its key fail."""
 
-    _what = "memory region"
+    what = "memory region"
 
     def __init__(self, native: NativeEngine, owner: set[_Handle], buffer: memoryview, identity: dict[str, Any]) -> None:
         """Register `buffer` (writable, contiguous). `identity`: provider, address and incarnation of the engine."""
@@ -83,7 +98,7 @@ class MemoryRegion(_Handle):
 class Peer(_Handle):
     """An engine that can be written to. Connecting to the same address again shares the connection."""
 
-    _what = "peer"
+    what = "peer"
 
     def __init__(self, native: NativeEngine, owner: set[_Handle], address: str) -> None:
         try:
@@ -106,7 +121,7 @@ class Peer(_Handle):
 class LayerCounter(_Handle):
     """A 64-bit counter that the model raises by one after each layer; it only ever grows."""
 
-    _what = "layer counter"
+    what = "layer counter"
 
     def __init__(self, native: NativeEngine, owner: set[_Handle]) -> None:
         error = native.new_error()

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from kvferry_proto.memory import MemoryDescriptor
 
-from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer
+from kvferry_fabric.contract import CounterHandle, PeerHandle, RegionHandle
 from kvferry_fabric.runs import Runs
 
 
@@ -16,14 +16,14 @@ class ChunkSchedule:
     on either side with that side's numbers, and is `length` bytes long.
     """
 
-    counter: LayerCounter | None
+    counter: CounterHandle | None
     """None: every layer may be posted at once."""
     first_value: int
     """Layer l may be posted once the counter is at least first_value + l."""
     layers: int
-    region: MemoryRegion
+    region: RegionHandle
     """Local memory that the pages are read from."""
-    peer: Peer
+    peer: PeerHandle
     remote: MemoryDescriptor
     slot: int
     generation: int

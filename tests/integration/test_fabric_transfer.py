@@ -9,7 +9,7 @@ import pytest
 from kvferry_fabric import EventKind, FabricError
 
 
-@pytest.fixture(params=rig.PROVIDERS)
+@pytest.fixture(params=("memory", *rig.PROVIDERS))
 def pair(request: pytest.FixtureRequest) -> Iterator["rig.Pair"]:
     made = rig.Pair(request.param, trace=True)
     yield made
@@ -117,12 +117,12 @@ def test_a_stale_generation_is_counted_and_ignored(pair) -> None:
 
 
 def test_more_pages_than_expected_is_an_overrun(pair) -> None:
-    source, target = pair.permuted(8)
+    source, target = np.arange(8), np.arange(8)  # one write, which jumps over the number
     pair.receiver.expect(1, 1, 7)
     pair.sender.schedule_layers(pair.chunk(source, target, layers=1))
     pair.counter.bump()
     rig.end_of(pair.sender)
-    assert rig.take(pair.receiver, {EventKind.OVERRUN})[0].pages > 7
+    assert rig.take(pair.receiver, {EventKind.OVERRUN})[0].pages == 8
 
 
 def test_two_schedules_on_one_counter_and_one_on_another(pair) -> None:

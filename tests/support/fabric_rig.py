@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
-from kvferry_fabric import ChunkSchedule, Event, EventKind, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, Event, EventKind, Fabric, TransferEngine, runs
+from kvferry_fabric.in_memory import MemoryEngine, Network
 from kvferry_proto.memory import MemoryDescriptor
 
 ENDS = {EventKind.DONE, EventKind.CANCELLED, EventKind.FAILED}
@@ -39,7 +40,7 @@ def stop(process: "subprocess.Popen[str]") -> None:
     until(stopped, "every thread to stop")
 
 
-def take(engine: TransferEngine, kinds: set[EventKind], count: int = 1, seconds: float = 15.0) -> list[Event]:
+def take(engine: Fabric, kinds: set[EventKind], count: int = 1, seconds: float = 15.0) -> list[Event]:
     """Poll until `count` events have come; all must be of the given kinds."""
     events: list[Event] = []
 
@@ -52,9 +53,16 @@ def take(engine: TransferEngine, kinds: set[EventKind], count: int = 1, seconds:
     return events
 
 
-def end_of(engine: TransferEngine) -> Event:
+def end_of(engine: Fabric) -> Event:
     """The next transfer's end."""
     return take(engine, ENDS)[0]
+
+
+def open_engine(provider: str, network: Network, incarnation: int, **options) -> Fabric:
+    """An engine over libfabric, or over `network` if the provider is "memory"."""
+    if provider == "memory":
+        return MemoryEngine(network, incarnation=incarnation, trace=options.get("trace", False))
+    return TransferEngine(provider, incarnation=incarnation, bind=BIND, **options)
 
 
 class Pair:
@@ -64,8 +72,9 @@ class Pair:
         self, provider: str, layers: int = 3, pages: int = 48, page: int = 4096, seed: int = 7, **options
     ) -> None:
         self.layers, self.pages, self.page = layers, pages, page
-        self.sender = TransferEngine(provider, incarnation=1, bind=BIND, **options)
-        self.receiver = TransferEngine(provider, incarnation=2, bind=BIND)
+        self.network = Network()
+        self.sender = open_engine(provider, self.network, 1, **options)
+        self.receiver = open_engine(provider, self.network, 2)
         self.random = np.random.default_rng(seed)
         self.source = self.random.integers(0, 256, (layers, pages, page), dtype=np.uint8)
         self.target = np.full((layers, pages, page), 0xA5, np.uint8)

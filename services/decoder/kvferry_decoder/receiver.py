@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry_engine.allocator import PageAllocator
-from kvferry_fabric import MemoryRegion, TransferEngine
+from kvferry_fabric import Fabric, RegionHandle
 from kvferry_node.states import StateMachine
 from kvferry_proto.nodes import NodeRef, Peer
 
@@ -45,7 +45,7 @@ TRANSFER_MOVES = {
 class MemoryKey:
     """One registration of the pool, and the transfers whose prefillers know its key."""
 
-    region: MemoryRegion
+    region: RegionHandle
     transfers: set["Transfer"] = field(default_factory=set)
     revoked: bool = False
     """A lost prefiller knows it: no new transfer uses it, and it is closed as soon as no healthy one does."""
@@ -87,7 +87,7 @@ class Receiver:
     """Owns slots, memory keys and the quarantine of a decoder."""
 
     def __init__(
-        self, fabric: TransferEngine, register: Callable[[], MemoryRegion], allocator: PageAllocator, slots: SlotPool
+        self, fabric: Fabric, register: Callable[[], RegionHandle], allocator: PageAllocator, slots: SlotPool
     ) -> None:
         self._fabric = fabric
         self._register = register
@@ -149,7 +149,7 @@ class Receiver:
         self._close_revoked()
 
     @property
-    def memory(self) -> MemoryRegion:
+    def memory(self) -> RegionHandle:
         """What a prefiller that is told now may write to."""
         return self._key.region
 

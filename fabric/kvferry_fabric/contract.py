@@ -1,0 +1,149 @@
+"""What every transfer engine does, whatever moves the bytes: TransferEngine over libfabric, MemoryEngine in unit tests.
+
+Code that takes a `Fabric` runs over either. tests/integration/test_fabric_contract.py holds both to the same tests.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+from kvferry_proto.memory import MemoryDescriptor
+
+from kvferry_fabric.events import EngineStats, Event
+
+if TYPE_CHECKING:
+    from kvferry_fabric.schedule import ChunkSchedule
+
+
+class Closable(Protocol):
+    """Something that an engine gave out."""
+
+    def close(self) -> None:
+        """Give it back; again is nothing. Raises FabricError, and stays open, while a transfer still needs it."""
+        ...
+
+
+class RegionHandle(Closable, Protocol):
+    """Registered memory. Once it is closed, writes with its key fail."""
+
+    @property
+    def descriptor(self) -> MemoryDescriptor:
+        """What a writer must know of it."""
+        ...
+
+
+class PeerHandle(Closable, Protocol):
+    """An engine that can be written to."""
+
+    @property
+    def address(self) -> str:
+        """Its address, as its descriptors say it."""
+        ...
+
+
+class CounterHandle(Closable, Protocol):
+    """A counter that the model raises by one after each layer."""
+
+    @property
+    def value(self) -> int:
+        """Present value. Raises FabricError once it is closed."""
+        ...
+
+    def bump(self, n: int = 1) -> None:
+        """Add n: what was written to registered memory before is sent after."""
+        ...
+
+
+class Fabric(Protocol):
+    """A transfer engine. What each method promises is said at TransferEngine."""
+
+    @property
+    def provider(self) -> str:
+        """Whose addresses and keys these are."""
+        ...
+
+    @property
+    def incarnation(self) -> int:
+        """Number of this start of its node."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where it is reached."""
+        ...
+
+    @property
+    def event_fd(self) -> int:
+        """Readable while events wait to be polled."""
+        ...
+
+    def register(self, buffer: memoryview) -> RegionHandle:
+        """Let peers write to writable, contiguous memory, under a key of its own."""
+        ...
+
+    def connect(self, address: str) -> PeerHandle:
+        """Prepare to write to the engine at `address`."""
+        ...
+
+    def new_counter(self) -> CounterHandle:
+        """A layer counter that stands at 0."""
+        ...
+
+    def expect(self, slot: int, generation: int, pages: int) -> None:
+        """Arm a slot: ARRIVED comes when `pages` pages have."""
+        ...
+
+    def disarm(self, slot: int, generation: int) -> bool:
+        """Stop counting; False if it was not armed so."""
+        ...
+
+    def arrived(self, slot: int) -> int:
+        """Pages that have come since the slot was armed."""
+        ...
+
+    def schedule_layers(self, chunk: "ChunkSchedule") -> int:
+        """Register a chunk; its transfer id."""
+        ...
+
+    def write(
+        self,
+        *,
+        peer: PeerHandle,
+        region: RegionHandle,
+        source_offset: int,
+        remote: MemoryDescriptor,
+        destination_offset: int,
+        length: int,
+        slot: int,
+        generation: int,
+    ) -> int:
+        """Write `length` bytes at once, as one page of the slot; its transfer id."""
+        ...
+
+    def cancel(self, transfer: int) -> None:
+        """Post no more; the last event comes when nothing is in flight."""
+        ...
+
+    def poll(self) -> list[Event]:
+        """Events since the last call."""
+        ...
+
+    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[Event], None]) -> None:
+        """Have `callback` run on `loop` for every event."""
+        ...
+
+    def detach(self) -> None:
+        """Undo attach()."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Counts."""
+        ...
+
+    def fault(self, kind: str, value: int) -> None:
+        """Inject a fault, for tests."""
+        ...
+
+    def close(self) -> None:
+        """Free everything; handles become unusable."""
+        ...

@@ -1,0 +1,260 @@
+"""MemoryEngine: the contract of TransferEngine, without a thread, a socket or a clock; for one thread."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from typing import Self, TypeVar
+
+import numpy as np
+from kvferry_proto.memory import MemoryDescriptor
+
+from kvferry_fabric.contract import PeerHandle, RegionHandle
+from kvferry_fabric.errors import FabricError
+from kvferry_fabric.events import EngineStats, Event
+from kvferry_fabric.in_memory.bounds import check
+from kvferry_fabric.in_memory.handles import Counter, Handle, PeerLink, Region
+from kvferry_fabric.in_memory.network import Network
+from kvferry_fabric.in_memory.slots import Slots
+from kvferry_fabric.in_memory.transfer import Handles, Transfer
+from kvferry_fabric.schedule import ChunkSchedule
+
+H = TypeVar("H", bound=Handle)
+
+
+class MemoryEngine:
+    """Everything happens within the call that causes it, or when the test tells the network."""
+
+    provider = "memory"
+
+    def __init__(self, network: Network, *, incarnation: int, trace: bool = False) -> None:
+        self.network, self.incarnation, self.trace = network, incarnation, trace
+        self.handles: list[Handle] = []
+        self.faults = {"corrupt": 0, "delay": 0, "fail": 0}
+        self._events: list[Event] = []
+        self._slots = Slots(self._events)
+        self._transfers: dict[int, Transfer] = {}
+        self._serial = self._keys = 0
+        self._totals = {"writes": 0, "pages": 0, "bytes": 0, "errors": 0}
+        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.closed = False
+        self.address = network.join(self)
+
+    # --- what the contract asks for ---
+
+    def register(self, buffer: memoryview) -> Region:
+        """Register memory under a key that no other registration has."""
+        self._check_open()
+        self._keys += 1
+        return Region(self, buffer, self._keys)
+
+    def connect(self, address: str) -> PeerLink:
+        """Prepare to write to an engine; whether there is one shows when something is written to it."""
+        self._check_open()
+        try:
+            known = bytes.fromhex(address).startswith(b"mem")
+        except ValueError as wrong:
+            msg = f"peer address {address[:80]!r} is not hexadecimal"
+            raise FabricError(msg) from wrong
+        if not known:
+            msg = f"peer address {address[:80]!r} is not an address of a memory engine"
+            raise FabricError(msg)
+        return PeerLink(self, address)
+
+    def new_counter(self) -> Counter:
+        """Return a layer counter that stands at 0."""
+        self._check_open()
+        return Counter(self)
+
+    def expect(self, slot: int, generation: int, pages: int) -> None:
+        """Arm a slot."""
+        self._check_open()
+        self._slots.expect(slot, generation, pages)
+        self._signal()
+
+    def disarm(self, slot: int, generation: int) -> bool:
+        """Stop counting for a slot."""
+        self._check_open()
+        return self._slots.disarm(slot, generation)
+
+    def arrived(self, slot: int) -> int:
+        """Pages that have arrived for a slot since it was armed."""
+        self._check_open()
+        return self._slots.arrived(slot)
+
+    def schedule_layers(self, chunk: ChunkSchedule) -> int:
+        """Register a chunk. Returns a transfer id."""
+        self._check_open()
+        counter = None if chunk.counter is None else self._own(chunk.counter, Counter)
+        handles = Handles(self._own(chunk.region, Region), self._own(chunk.peer, PeerLink), counter)
+        if (chunk.remote.provider, chunk.remote.address) != (self.provider, chunk.peer.address):
+            msg = f"memory of {chunk.remote.provider} {chunk.remote.address} cannot be written through this peer"
+            raise FabricError(msg)
+        runs = check(chunk, handles.region.memory.nbytes)
+        self._serial += 1
+        transfer = self._transfers[self._serial] = Transfer(self, self._serial, chunk, runs, handles)
+        if len(runs):
+            self.follow()
+        else:
+            transfer.post()
+        return transfer.number
+
+    def write(
+        self,
+        *,
+        peer: PeerHandle,
+        region: RegionHandle,
+        source_offset: int,
+        remote: MemoryDescriptor,
+        destination_offset: int,
+        length: int,
+        slot: int,
+        generation: int,
+    ) -> int:
+        """Write `length` bytes at once, as one page of the slot."""
+        chunk = ChunkSchedule(
+            counter=None, first_value=0, layers=1, region=region, peer=peer, remote=remote, slot=slot,
+            generation=generation, source_layer_stride=0, destination_layer_stride=0, source_page_stride=length,
+            destination_page_stride=length, length=length, source_start=source_offset,
+            destination_start=destination_offset, runs=np.array([[0, 0, 1]], np.int32),
+        )  # fmt: skip
+        return self.schedule_layers(chunk)
+
+    def cancel(self, transfer: int) -> None:
+        """Stop posting a transfer; its last event follows when nothing of it is in flight."""
+        self._check_open()
+        if transfer in self._transfers:
+            self._transfers[transfer].cancel()
+
+    def poll(self) -> list[Event]:
+        """Return the events since the last call."""
+        self._check_open()
+        self.follow()
+        taken = self._events[:]
+        self._events.clear()
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            return taken  # it was not readable: events were dropped by disarm(), or there were none
+        return taken
+
+    @property
+    def event_fd(self) -> int:
+        """A file descriptor that is readable while events wait."""
+        return self._fd
+
+    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[Event], None]) -> None:
+        """Have `callback` run on `loop` for every event, in order."""
+        self.detach()
+
+        def ready() -> None:
+            for event in self.poll():
+                loop.call_soon(callback, event)
+
+        loop.add_reader(self._fd, ready)
+        self._loop = loop
+
+    def detach(self) -> None:
+        """Undo attach()."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.remove_reader(self._fd)
+        self._loop = None
+
+    def stats(self) -> EngineStats:
+        """Return the engine's counts."""
+        self._check_open()
+        ended = sum(1 for event in self._events if event.transfer)
+        peers = {handle.address for handle in self.handles if isinstance(handle, PeerLink)}
+        return EngineStats(
+            armed_slots=len(self._slots), active_transfers=len(self._transfers), held_transfers=ended,
+            in_flight_writes=sum(transfer.in_flight for transfer in self._transfers.values()),
+            regions=sum(isinstance(handle, Region) for handle in self.handles),
+            peers=len(peers | {transfer.remote_address for transfer in self._transfers.values()}),
+            counters=sum(isinstance(handle, Counter) for handle in self.handles),
+            stale_immediates=self._slots.stale, arrivals=self._slots.counted, sleeps=0, **self._totals,
+        )  # fmt: skip
+
+    def fault(self, kind: str, value: int) -> None:
+        """Inject a fault, as TransferEngine does."""
+        if kind not in self.faults:
+            msg = f"fault {kind!r} is not one of {', '.join(self.faults)}"
+            raise ValueError(msg)
+        self.faults[kind] = value
+
+    def close(self) -> None:
+        """Free everything; nothing of this engine lands any more."""
+        if self.closed:
+            return
+        self.detach()
+        self.closed = True
+        self._transfers.clear()
+        self.network.leave(self)
+        for handle in list(self.handles):
+            handle.forget()
+        os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # --- what the network and the transfers tell it ---
+
+    def follow(self) -> None:
+        """Post what layer counters, or the end of a delay, allow."""
+        for transfer in list(self._transfers.values()):
+            transfer.post()
+
+    def region_of(self, key: int) -> Region | None:
+        """The open region with this key."""
+        regions = [handle for handle in self.handles if isinstance(handle, Region) and handle.descriptor.key == key]
+        return regions[0] if regions else None
+
+    def count(self, slot: int, generation: int, pages: int) -> None:
+        """An immediate has come in."""
+        self._slots.count(slot, generation, pages)
+        self._signal()
+
+    def account(self, pages: int, size: int) -> None:
+        """A write has gone out."""
+        for name, number in (("writes", 1), ("pages", pages), ("bytes", size)):
+            self._totals[name] += number
+
+    def transfer_ended(self, transfer: Transfer) -> None:
+        """A transfer has ended: its event waits to be polled."""
+        if self._transfers.pop(transfer.number, None) is not None:
+            event = transfer.event()
+            self._totals["errors"] += bool(event.error)
+            self._events.append(event)
+            self._signal()
+
+    def peer_is_lost(self, address: str) -> None:
+        """Whoever had this address has died."""
+        for transfer in list(self._transfers.values()):
+            if transfer.remote_address == address:
+                transfer.lose()
+
+    def uses(self, handle: Handle) -> bool:
+        """Whether a transfer still needs a handle."""
+        return any(handle in transfer.handles for transfer in self._transfers.values())
+
+    def due(self, fault: str) -> bool:
+        """Whether the present write is the one that a fault was set for."""
+        self.faults[fault] = max(0, (left := self.faults[fault]) - 1)
+        return left == 1
+
+    def _own(self, handle: object, kind: type[H]) -> H:
+        if not isinstance(handle, kind) or handle.engine is not self:
+            msg = f"this is no {kind.what} of this engine"
+            raise FabricError(msg)
+        return handle.check_open()
+
+    def _check_open(self) -> None:
+        if self.closed:
+            msg = "the transfer engine is closed"
+            raise FabricError(msg)
+
+    def _signal(self) -> None:
+        if self._events and not self.closed:
+            os.eventfd_write(self._fd, 1)

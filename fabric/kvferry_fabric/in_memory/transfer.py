@@ -1,0 +1,164 @@
+"""The life of a transfer in memory, as fabric/csrc/transfer.c has it: it ends only when nothing is in flight."""
+
+import enum
+import errno
+import time
+from typing import TYPE_CHECKING
+
+from kvferry_proto.immediate import MAX_PAGES_PER_WRITE
+
+from kvferry_fabric.events import Event, EventKind, LayerTimes
+from kvferry_fabric.in_memory.bounds import sides
+from kvferry_fabric.in_memory.network import Write
+from kvferry_fabric.runs import Runs
+from kvferry_fabric.schedule import ChunkSchedule
+
+if TYPE_CHECKING:
+    from kvferry_fabric.in_memory.engine import MemoryEngine
+    from kvferry_fabric.in_memory.handles import Counter, PeerLink, Region
+
+
+class State(enum.Enum):
+    """POSTING covers the wait for a layer too: either way more may be posted."""
+
+    POSTING = enum.auto()
+    DRAINING = enum.auto()
+    ENDED = enum.auto()
+
+
+class Transfer:
+    """One registered chunk."""
+
+    def __init__(
+        self, engine: "MemoryEngine", number: int, plan: ChunkSchedule, runs: Runs, handles: "Handles"
+    ) -> None:
+        self.engine, self.number, self.plan, self.handles = engine, number, plan, handles
+        self.remote_address = plan.peer.address
+        self.state = State.POSTING
+        self._runs = _split(runs)
+        self._end = EventKind.DONE
+        self._error, self._text = 0, ""
+        self._layer = 0
+        self._pages = self._bytes = self._writes = 0
+        self._seen, self._posted = [0] * plan.layers, [0] * plan.layers
+        self._registered_ns = time.monotonic_ns()
+        self._first_post_ns = self._last_completion_ns = 0
+        self.in_flight = 0
+
+    def layers_done(self) -> int:
+        """Layers that may be posted."""
+        counter = self.handles.counter
+        if counter is None:
+            return self.plan.layers
+        return max(0, min(self.plan.layers, counter.value - self.plan.first_value + 1))
+
+    def post(self) -> None:
+        """Post the writes of the layers that are done, unless the delay fault holds them back."""
+        done, now = self.layers_done(), time.monotonic_ns()
+        for layer in range(self._layer, done):
+            self._seen[layer] = self._seen[layer] or now
+        while self.state is State.POSTING and self._layer < done:
+            if now < self._seen[self._layer] + self.engine.faults["delay"]:
+                return
+            layer, self._layer = self._layer, self._layer + 1
+            for run in self._runs:
+                if self.state is not State.POSTING or not self._post_run(layer, run):
+                    return
+        if self._layer == self.plan.layers or not self._runs:
+            self.stop(EventKind.DONE)
+
+    def _post_run(self, layer: int, run: tuple[int, int, int]) -> bool:
+        if self.engine.due("fail"):
+            self.failed_to_post(errno.EIO, f"write of layer {layer} could not be posted")
+            return False
+        write = Write(self, layer, self._pieces(layer, run))
+        if self.engine.due("corrupt"):
+            offset, data = write.pieces[0]
+            write.pieces[0] = (offset, bytes([data[0] ^ 0xFF]) + data[1:])
+        now = time.monotonic_ns()
+        self._first_post_ns = self._first_post_ns or now
+        self._posted[layer] = self._posted[layer] or now
+        self._pages += run[2]
+        self._bytes += run[2] * self.plan.length
+        self._writes += 1
+        self.in_flight += 1
+        self.engine.account(run[2], run[2] * self.plan.length)
+        self.engine.network.post(write)
+        return True
+
+    def _pieces(self, layer: int, run: tuple[int, int, int]) -> list[tuple[int, bytes]]:
+        memory, length = self.handles.region.memory, self.plan.length
+        source, target = sides(self.plan, len(memory))
+        places = [(source.place(layer, run[0] + i), target.place(layer, run[1] + i)) for i in range(run[2])]
+        return [(there, bytes(memory[here : here + length])) for here, there in places]
+
+    def completed(self) -> None:
+        """One of its writes has landed, and this side knows."""
+        self.in_flight -= 1
+        self._last_completion_ns = time.monotonic_ns()
+        self.settle()
+
+    def failed(self, error: int, text: str) -> None:
+        """One of its writes has ended in an error."""
+        self.in_flight -= 1
+        self.failed_to_post(error, text)
+
+    def failed_to_post(self, error: int, text: str) -> None:
+        """Post nothing more; the first error is kept."""
+        if not self._error:
+            self._error, self._text = error, text
+        self.stop(EventKind.FAILED)
+
+    def lose(self) -> None:
+        """Its peer is gone: what is still counted as in flight was dropped on the way."""
+        if self.state is not State.ENDED:
+            self.in_flight = 0
+            self.failed_to_post(errno.ECONNRESET, "connection to the receiver was lost: the receiver has died")
+
+    def cancel(self) -> None:
+        """Post nothing more; an end that is near already stays what it is."""
+        self.stop(EventKind.CANCELLED)
+
+    def stop(self, end: EventKind) -> None:
+        """Post nothing more. An error that comes while draining turns any end into a failure."""
+        if self.state is State.POSTING:
+            self.state, self._end = State.DRAINING, end
+        elif end is EventKind.FAILED:
+            self._end = end
+        self.settle()
+
+    def settle(self) -> None:
+        """End, if nothing is in flight."""
+        if self.state is State.DRAINING and self.in_flight == 0:
+            self.state = State.ENDED
+            self.engine.transfer_ended(self)
+
+    def event(self) -> Event:
+        """Its one last event."""
+        plan = self.plan
+        return Event(
+            kind=self._end, slot=plan.slot, generation=plan.generation, pages=self._pages, transfer=self.number,
+            bytes=self._bytes, writes=self._writes, registered_ns=self._registered_ns,
+            first_post_ns=self._first_post_ns, last_counter_ns=self._seen[-1],
+            last_completion_ns=self._last_completion_ns, error=self._error, text=self._text, peer=self.remote_address,
+            layers=LayerTimes(tuple(self._seen), tuple(self._posted)) if self.engine.trace else None,
+        )  # fmt: skip
+
+
+class Handles:
+    """The engine's own handles behind a schedule."""
+
+    def __init__(self, region: "Region", peer: "PeerLink", counter: "Counter | None") -> None:
+        self.region, self.peer, self.counter = region, peer, counter
+
+    def __contains__(self, handle: object) -> bool:
+        return handle in {self.region, self.peer, self.counter}
+
+
+def _split(runs: Runs) -> list[tuple[int, int, int]]:
+    """Runs of at most as many pages as an immediate counts."""
+    return [
+        (source + start, target + start, min(MAX_PAGES_PER_WRITE, count - start))
+        for source, target, count in runs.tolist()
+        for start in range(0, count, MAX_PAGES_PER_WRITE)
+    ]

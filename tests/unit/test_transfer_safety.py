@@ -1,0 +1,333 @@
+"""Decoder's receiver and prefiller's sender over a network that reorders, fails, drops and outlives its nodes.
+
+Whatever happens in whatever order: no page is given away while a write can land in it, an arrival means the right
+bytes of the right request, counts of two generations never mix, and every request has a way out.
+"""
+
+import struct
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from kvferry_decoder.receiver import Receiver, Transfer, TransferState
+from kvferry_decoder.slots import SlotPool
+from kvferry_engine.allocator import PageAllocator
+from kvferry_fabric import EventKind
+from kvferry_fabric.in_memory import MemoryEngine, Network, Write
+from kvferry_prefiller.request import Request
+from kvferry_prefiller.scheduler import Chunk
+from kvferry_prefiller.sender import Sender
+from kvferry_proto.ints import Int32s
+from kvferry_proto.layout import KVLayout
+from kvferry_proto.nodes import NodeRef, Peer
+from kvferry_proto.shards import plan
+from kvferry_proto.to_prefiller import Prefill
+
+LAYOUT = KVLayout(model="m", dtype="float32", layers=2, kv_heads=1, head_dim=2, page_size=1)
+PAGE, LAYERS, PAGES, SOURCE_PAGES = LAYOUT.page_bytes, LAYOUT.layers, 12, 4096
+PIECES = plan(LAYOUT, LAYOUT)
+
+
+def mark(serial: int, layer: int, index: int) -> bytes:
+    """What page `index` of a request holds in a layer."""
+    return struct.pack("<IIII", serial, layer, index, 0xFEED)
+
+
+class Prefiller:
+    """A prefiller's sending half; its forward pass is made of the rules `begin_pass` and `finish_layer`."""
+
+    def __init__(self, network: Network, number: int) -> None:
+        self.peer = Peer(ref=NodeRef(f"prefiller{number}", number), endpoint="tcp://127.0.0.1:1")
+        self.engine = MemoryEngine(network, incarnation=number)
+        self.memory = np.zeros((LAYERS, SOURCE_PAGES, PAGE), np.uint8)
+        pool = SimpleNamespace(layer_stride=SOURCE_PAGES * PAGE, page_stride=PAGE)
+        self.counter = self.engine.new_counter()
+        self.sender = Sender(
+            SimpleNamespace(
+                fabric=self.engine, layout=LAYOUT, pool=pool, counter=self.counter,
+                register=lambda: self.engine.register(memoryview(self.memory).cast("B")),
+            )
+        )  # fmt: skip
+        self.used = 0
+        self.chunks: list[Chunk] = []
+        self.layer = 0
+
+
+@dataclass(eq=False)
+class Job:
+    """A request as the test sees it: both halves."""
+
+    serial: int
+    prefiller: Prefiller
+    transfer: Transfer
+    pages: list[int]
+    request: Request
+    stopping: bool = False
+    confirmed: bool = False
+    running: bool = False
+    """Its pages have come, and it uses them."""
+    words: list[str] = field(default_factory=list)
+    """Messages on their way between the two nodes; they come in any order."""
+
+
+class World(RuleBasedStateMachine):
+    @initialize()
+    def open(self) -> None:
+        self.network = Network(automatic=False)
+        self.decoder = MemoryEngine(self.network, incarnation=1)
+        self.memory = np.zeros((LAYERS, PAGES, PAGE), np.uint8)
+        self.allocator = PageAllocator(PAGES)
+        self.receiver = Receiver(
+            self.decoder, lambda: self.decoder.register(memoryview(self.memory).cast("B")), self.allocator, SlotPool(3)
+        )
+        self.serial = 0
+        self.jobs: list[Job] = []
+        self.prefillers = [Prefiller(self.network, number) for number in (1, 2)]
+        self.gone: list[Prefiller] = []
+
+    # --- requests ---
+
+    @rule(which=st.integers(0, 1), pages=st.integers(1, 6))
+    def start(self, which, pages) -> None:
+        if not self.receiver.can_expect() or not self.allocator.can_allocate(pages):
+            return
+        prefiller = self.prefillers[which]
+        held = self.allocator.allocate(pages)
+        transfer = self.receiver.expect("r", prefiller.peer, pages * LAYERS)
+        order = Prefill(
+            request_id="r", tokens=Int32s(range(pages)), pages=Int32s(held), slot=transfer.slot.number,
+            generation=transfer.slot.generation, layout=LAYOUT, memory=[transfer.key.region.descriptor],
+        )  # fmt: skip
+        request = Request(order, SimpleNamespace(sender=NodeRef("d", 1)), PIECES)
+        request.pages = list(range(prefiller.used, prefiller.used + pages))
+        prefiller.used += pages
+        prefiller.sender.connect(request)
+        self.serial += 1
+        self.jobs.append(Job(self.serial, prefiller, transfer, held, request))
+
+    @rule(which=st.integers(0, 1), most=st.integers(1, 4))
+    def begin_pass(self, which, most) -> None:
+        prefiller = self.prefillers[which]
+        if prefiller.chunks:
+            return
+        for job in self.jobs_of(prefiller):
+            if job.request.remaining and not job.stopping:
+                chunk = Chunk(job.request, job.request.computed, min(most, job.request.remaining))
+                prefiller.sender.register(chunk, prefiller.counter.value + 1)
+                prefiller.chunks.append(chunk)
+        prefiller.layer = 0
+
+    @rule(which=st.integers(0, 1))
+    def finish_layer(self, which) -> None:
+        prefiller = self.prefillers[which]
+        if not prefiller.chunks:
+            return
+        for chunk in prefiller.chunks:
+            serial = next(job.serial for job in self.jobs if job.request is chunk.request)
+            for index in range(chunk.start, chunk.end):
+                page = prefiller.memory[prefiller.layer, chunk.request.pages[index]]
+                page[:] = np.frombuffer(mark(serial, prefiller.layer, index), np.uint8)
+        prefiller.counter.bump()
+        prefiller.layer += 1
+        if prefiller.layer == LAYERS:
+            for chunk in prefiller.chunks:
+                chunk.request.computed = chunk.end
+            prefiller.chunks = []
+
+    @rule(pick=st.integers(0, 99))
+    def cancel(self, pick) -> None:
+        live = [job for job in self.jobs if job.transfer.state is TransferState.EXPECTING]
+        if live:
+            self.abandon(live[pick % len(live)])
+
+    @rule(pick=st.integers(0, 99))
+    def finish(self, pick) -> None:
+        running = [job for job in self.jobs if job.running]
+        if running:
+            job = running[pick % len(running)]
+            job.running = False
+            self.allocator.free(job.pages)
+
+    # --- the network ---
+
+    def pick(self, number: int) -> Write | None:
+        flying = self.network.flying
+        return flying[number % len(flying)] if flying else None
+
+    @rule(numbers=st.lists(st.integers(0, 99), min_size=1, max_size=6))
+    def complete(self, numbers) -> None:
+        for number in numbers:
+            if write := self.pick(number):
+                self.network.complete(write)
+
+    @rule(number=st.integers(0, 99))
+    def land(self, number) -> None:
+        if write := self.pick(number):
+            self.network.land(write)
+
+    @rule(number=st.integers(0, 99))
+    def fail(self, number) -> None:
+        if write := self.pick(number):
+            self.network.fail(write)
+
+    @rule(number=st.integers(0, 99))
+    def drop(self, number) -> None:
+        if write := self.pick(number):
+            self.network.drop(write)
+
+    @rule(which=st.integers(0, 1), dead=st.booleans())
+    def lose_prefiller(self, which, dead) -> None:
+        """Its lease is over. It may be dead, or only cut off, and then its writes still come."""
+        lost, number = self.prefillers[which], 10 + len(self.gone)
+        self.prefillers[which] = Prefiller(self.network, number)
+        self.gone.append(lost)
+        if dead:
+            self.network.lose(lost.engine.address)
+        jobs = self.jobs_of(lost)
+        for job in jobs:
+            if job.transfer.state is TransferState.EXPECTING:
+                self.abandon(job)
+        self.receiver.revoke([job.transfer for job in jobs if job.transfer.awaits_confirmation])
+
+    # --- the nodes ---
+
+    @rule()
+    def decoder_looks(self) -> None:
+        for event in self.decoder.poll():
+            assert event.kind is EventKind.ARRIVED, event
+            transfer = self.receiver.find(event.slot, event.generation)
+            job = next(job for job in self.jobs if job.transfer is transfer)
+            for layer in range(LAYERS):
+                for index, page in enumerate(job.pages):
+                    assert self.memory[layer, page].tobytes() == mark(job.serial, layer, index)
+            self.receiver.arrived(transfer)
+            job.running = True
+
+    @rule()
+    def prefillers_look(self) -> None:
+        for prefiller in [*self.prefillers, *self.gone]:
+            for event in prefiller.engine.poll():
+                request = prefiller.sender.ended(event.transfer)
+                job = next(job for job in self.jobs if job.request is request)
+                if event.kind is EventKind.FAILED:
+                    self.stop(job)
+                    job.words.append("failed")
+                self.confirm_if_quiet(job)
+
+    @rule(pick=st.integers(0, 99))
+    def deliver_word(self, pick) -> None:
+        talking = [job for job in self.jobs if job.words]
+        if talking:
+            job = talking[pick % len(talking)]
+            self.hear(job, job.words.pop(pick % len(job.words)))
+
+    def hear(self, job: Job, word: str) -> None:
+        if word == "cancel":
+            self.stop(job)
+            self.confirm_if_quiet(job)
+        if word == "failed" and job.transfer.state is TransferState.EXPECTING:
+            self.abandon(job)
+        if word == "confirmed" and (transfer := self.receiver.find(*job.transfer.slot)) is not None:
+            self.receiver.confirm(transfer)
+
+    def stop(self, job: Job) -> None:
+        job.stopping = True
+        job.prefiller.sender.cancel(job.request)
+
+    def confirm_if_quiet(self, job: Job) -> None:
+        in_pass = any(chunk.request is job.request for chunk in job.prefiller.chunks)
+        if job.stopping and not job.request.transfers and not in_pass and not job.confirmed:
+            job.confirmed = True
+            job.words.append("confirmed")
+
+    def abandon(self, job: Job) -> None:
+        self.receiver.abandon(job.transfer, job.pages)
+        job.words.append("cancel")
+
+    def jobs_of(self, prefiller: Prefiller) -> list[Job]:
+        return [job for job in self.jobs if job.prefiller is prefiller]
+
+    # --- what must hold ---
+
+    @invariant()
+    def no_page_is_given_away_under_a_write(self) -> None:
+        if not hasattr(self, "network"):
+            return
+        holders = {
+            page: job
+            for job in self.jobs
+            for page in job.pages
+            if job.running or job.transfer.state in {TransferState.EXPECTING, TransferState.QUARANTINED}
+        }
+        for write in self.network.flying:
+            key = write.transfer.plan.remote.key
+            if write.landed or self.decoder.region_of(key) is None:
+                continue
+            slot = write.transfer.plan.slot, write.transfer.plan.generation
+            for offset, _ in write.pieces:
+                holder = holders.get(offset // PAGE % PAGES)
+                assert holder is not None, "a write can land in a page that is free"
+                assert tuple(holder.transfer.slot) == slot, "a write can land in another request's page"
+                assert not holder.running, "a write can land in a page that is in use"
+
+    @invariant()
+    def the_book_of_pages_adds_up(self) -> None:
+        if hasattr(self, "allocator"):
+            book = self.allocator
+            held = sum(len(j.pages) for j in self.jobs if j.running or j.transfer.state is TransferState.EXPECTING)
+            assert book.held_pages == held
+            assert book.free_pages + book.held_pages + book.quarantined_pages == PAGES
+
+    @precondition(lambda self: self.jobs)
+    @rule()
+    def everything_ends(self) -> None:
+        """Cancel all, let the network deliver what it has, lose whoever waits for a dropped write: nothing is held."""
+        self.decoder_looks()
+        for job in self.jobs:
+            if job.transfer.state is TransferState.EXPECTING:
+                self.abandon(job)
+        for _ in range(4):
+            self.settle()
+        for which, prefiller in enumerate(self.prefillers):
+            if any(job.transfer.awaits_confirmation for job in self.jobs_of(prefiller)):
+                self.lose_prefiller(which, dead=True)
+        for job in self.jobs:
+            if job.running:
+                self.allocator.free(job.pages)
+        self.jobs = [job for job in self.jobs if job.prefiller not in self.gone]
+        assert self.receiver.transfers == []
+        assert (self.allocator.free_pages, self.receiver.slots.held) == (PAGES, 0)
+        stats = self.decoder.stats()
+        assert (stats.armed_slots, stats.regions) == (0, 1)
+        assert not any(prefiller.engine.stats().active_transfers for prefiller in self.prefillers)
+        self.drop_the_gone()
+
+    def settle(self) -> None:
+        """Passes end, the network delivers, and every message is heard."""
+        for which in (0, 1):
+            while self.prefillers[which].chunks:
+                self.finish_layer(which)
+        self.network.run(seed=self.serial)
+        self.prefillers_look()
+        for job in self.jobs:
+            self.confirm_if_quiet(job)
+            while job.words:
+                self.hear(job, job.words.pop())
+
+    def drop_the_gone(self) -> None:
+        for prefiller in self.gone:
+            prefiller.engine.close()
+        self.jobs, self.gone = [], []
+
+    def teardown(self) -> None:
+        if hasattr(self, "network"):
+            self.everything_ends()
+            for engine in list(self.network.engines.values()):
+                engine.close()
+
+
+World.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTransferSafety = World.TestCase

@@ -6,48 +6,15 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kvferry_engine.config_fields import first, only
 from kvferry_engine.errors import ModelError
+from kvferry_engine.experts_config import ExpertsConfig, read_experts
 from kvferry_engine.identity import weights_identity
+from kvferry_engine.latent_config import LatentConfig, read_latent
+from kvferry_engine.rope_config import RopeConfig, read_rope
 
-DEFAULT_ROPE_THETA = 10_000.0
 DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 """Where the absent head_dim is not the hidden size over the heads."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base frequency and, for kind `llama3`, the stretch of its long wavelengths."""
-
-    theta: float = DEFAULT_ROPE_THETA
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 0
-    """Context length of the pre-training that the stretch starts from, in tokens."""
-
-
-@dataclass(frozen=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the MLP."""
-
-    count: int
-    per_token: int
-    """Experts that each token passes."""
-    intermediate_size: int
-    """Of one expert."""
-    normalise: bool = False
-    """Whether the weights of a token's experts are scaled to sum to 1."""
-    dense_layers: tuple[int, ...] = ()
-    """Layers that keep the plain MLP."""
-
-    def __post_init__(self) -> None:
-        if self.intermediate_size < 1:
-            msg = f"moe_intermediate_size must be at least 1, got {self.intermediate_size}"
-            raise ValueError(msg)
-        if not 1 <= self.per_token <= self.count:
-            msg = f"num_experts_per_tok is {self.per_token}, of {self.count} experts"
-            raise ValueError(msg)
 
 
 @dataclass(frozen=True)
@@ -60,7 +27,9 @@ class ModelConfig:
     layers: int
     heads: int
     kv_heads: int
+    """Of latent attention 1: the latent, which serves all heads as key and value."""
     head_dim: int
+    """Elements that a KV head keeps of a token as its key; of latent attention the latent's and the turned key's."""
     intermediate_size: int
     rms_norm_eps: float
     rope: RopeConfig
@@ -71,6 +40,12 @@ class ModelConfig:
     attention_bias: bool = False
     mlp_bias: bool = False
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    """Set where attention keeps latents instead of keys and values."""
+    draft_layers: int = 0
+    """Layers after the last that predict the token after the next (MTP), if the weights have them."""
+    weight_blocks: tuple[int, int] | None = None
+    """Rows and columns of a weight that share a scale, where weights are stored quantised."""
     dtype: str = "float32"
     """Dtype of the stored weights."""
     bos_token_id: int | None = None
@@ -109,6 +84,11 @@ class ModelConfig:
             msg = f"{self.heads} attention heads do not divide over {self.kv_heads} KV heads"
             raise ValueError(msg)
 
+    @property
+    def rope_dim(self) -> int:
+        """Elements of a head that are turned by the position."""
+        return self.latent.rope_dim if self.latent else self.head_dim
+
     def fingerprint(self) -> str:
         """Hash of this configuration and of the weight files' identity: equal on two nodes only for one model.
 
@@ -117,7 +97,8 @@ class ModelConfig:
         if self.folder is None:
             msg = "a model configuration without a folder has no weights to take a fingerprint of"
             raise ModelError(msg)
-        described = {name: value for name, value in asdict(self).items() if name != "folder"}
+        # Whether a node keeps the drafting layers is told by the number of layers in its KV layout.
+        described = {name: value for name, value in asdict(self).items() if name not in ("folder", "draft_layers")}
         digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
         digest.update(weights_identity(self.folder).encode())
         return digest.hexdigest()[:16]
@@ -143,6 +124,7 @@ def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, A
 def _fields(raw: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
     _refuse_windows(raw)
     heads = int(raw["num_attention_heads"])
+    latent = read_latent(raw)
     head_dim = DEFAULT_HEAD_DIM.get(_architecture(raw), int(raw["hidden_size"]) // max(1, heads))
     max_positions = int(raw["max_position_embeddings"])
     tokens = {**raw, **{name: value for name, value in generation.items() if value is not None}}
@@ -152,18 +134,21 @@ def _fields(raw: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
         "hidden_size": int(raw["hidden_size"]),
         "layers": int(raw["num_hidden_layers"]),
         "heads": heads,
-        "kv_heads": int(_first(raw, "num_key_value_heads", default=heads)),
-        "head_dim": int(_first(raw, "head_dim", default=head_dim)),
+        "kv_heads": 1 if latent else int(first(raw, "num_key_value_heads", default=heads)),
+        "head_dim": latent.kept_dim if latent else int(first(raw, "head_dim", default=head_dim)),
         "intermediate_size": int(raw["intermediate_size"]),
-        "rms_norm_eps": float(_first(raw, "rms_norm_eps", default=1e-6)),
-        "rope": _rope(raw, max_positions),
+        "rms_norm_eps": float(first(raw, "rms_norm_eps", default=1e-6)),
+        "rope": read_rope(raw, max_positions),
         "max_positions": max_positions,
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "hidden_act": str(raw.get("hidden_act", "silu")),
         "attention_bias": bool(raw.get("attention_bias", False)),
         "mlp_bias": bool(raw.get("mlp_bias", False)),
-        "experts": _experts(raw),
-        "dtype": str(_first(raw, "dtype", "torch_dtype", default="float32")).removeprefix("torch."),
+        "experts": read_experts(raw),
+        "latent": latent,
+        "draft_layers": _draft_layers(raw),
+        "weight_blocks": _weight_blocks(raw),
+        "dtype": str(first(raw, "dtype", "torch_dtype", default="float32")).removeprefix("torch."),
         "bos_token_id": _token_ids(tokens.get("bos_token_id"))[0] if _token_ids(tokens.get("bos_token_id")) else None,
         "eos_token_ids": _token_ids(tokens.get("eos_token_id")),
         "pad_token_id": _token_ids(tokens.get("pad_token_id"))[0] if _token_ids(tokens.get("pad_token_id")) else None,
@@ -185,30 +170,26 @@ def _refuse_windows(raw: dict[str, Any]) -> None:
         raise ValueError(msg)
 
 
-def _experts(raw: dict[str, Any]) -> ExpertsConfig | None:
-    """Experts of either spelling of their number; None where every layer is dense."""
-    count = int(_first(raw, "num_experts", "num_local_experts", default=0))
-    if not count:
+def _weight_blocks(raw: dict[str, Any]) -> tuple[int, int] | None:
+    """Blocks of quantised weights, (rows, columns); None where weights are stored as they are computed with."""
+    quantised = raw.get("quantization_config")
+    if quantised is None:
         return None
-    every = int(_first(raw, "decoder_sparse_step", default=1))
-    if every < 1:
-        msg = f"decoder_sparse_step must be at least 1, got {every}"
+    only(quantised, "quant_method", "fp8")
+    only(quantised, "fmt", "e4m3")
+    rows, columns = quantised["weight_block_size"]
+    if min(rows, columns) < 1:
+        msg = f"weight_block_size {[rows, columns]} must be at least 1 by 1"
         raise ValueError(msg)
-    dense = {int(layer) for layer in _first(raw, "mlp_only_layers", default=())}
-    return ExpertsConfig(
-        count=count,
-        per_token=int(raw["num_experts_per_tok"]),
-        intermediate_size=int(raw["moe_intermediate_size"]),
-        normalise=bool(raw.get("norm_topk_prob", False)),
-        dense_layers=tuple(
-            layer for layer in range(int(raw["num_hidden_layers"])) if layer in dense or (layer + 1) % every
-        ),
-    )
+    return int(rows), int(columns)
 
 
-def _first(raw: dict[str, Any], *names: str, default: object) -> Any:  # noqa: ANN401 - JSON values
-    """Value of the first of `names` that is present and not null."""
-    return next((raw[name] for name in names if raw.get(name) is not None), default)
+def _draft_layers(raw: dict[str, Any]) -> int:
+    count = int(first(raw, "num_nextn_predict_layers", "num_mtp_layers", default=0))
+    if count not in (0, 1):
+        msg = f"num_nextn_predict_layers {count} is not supported; supported are 0, 1"
+        raise ValueError(msg)
+    return count
 
 
 def _token_ids(value: object) -> tuple[int, ...]:
@@ -217,26 +198,3 @@ def _token_ids(value: object) -> tuple[int, ...]:
     if isinstance(value, list):
         return tuple(int(token) for token in value)
     return (int(str(value)),)
-
-
-def _rope(raw: dict[str, Any], max_positions: int) -> RopeConfig:
-    """Rope of either spelling: rope_parameters, or rope_theta beside rope_scaling."""
-    rope: dict[str, Any] = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    kind = str(_first(rope, "rope_type", "type", default="default"))
-    theta = float(_first({**raw, **rope}, "rope_theta", default=DEFAULT_ROPE_THETA))
-    if float(_first({**raw, **rope}, "partial_rotary_factor", default=1.0)) != 1.0:
-        msg = "partial_rotary_factor other than 1 is not supported"
-        raise ValueError(msg)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    if kind != "llama3":
-        msg = f"rope type {kind!r} is not supported; supported are default, llama3"
-        raise ValueError(msg)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(_first(rope, "original_max_position_embeddings", default=max_positions)),
-    )

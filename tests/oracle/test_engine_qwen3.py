@@ -14,6 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 
 pytestmark = pytest.mark.oracle
 
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
 CLASSES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM)}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "norm_topk_prob": True}
 
@@ -116,6 +118,7 @@ def test_greedy_tokens(tiny):
         ("qwen3", {"attention_bias": True}),
         ("qwen3", {"tie_word_embeddings": True}),
         ("qwen3", {"head_dim": 64}),
+        ("qwen3", {"rope_parameters": YARN}),
         ("moe", {"attention_bias": True}),
         ("moe", {"norm_topk_prob": False}),
         ("moe", {"num_experts_per_tok": 1}),

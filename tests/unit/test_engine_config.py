@@ -1,9 +1,13 @@
 import json
+import math
 
 import pytest
 import torch
-from kvferry_engine.config import ExpertsConfig, ModelConfig, RopeConfig
+from kvferry_engine.config import ModelConfig
 from kvferry_engine.errors import ModelError
+from kvferry_engine.experts_config import ExpertsConfig
+from kvferry_engine.latent_config import LatentConfig
+from kvferry_engine.rope_config import RopeConfig
 from safetensors.torch import save_file
 
 BASE = {
@@ -20,6 +24,7 @@ BASE = {
 STRETCH = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 
 
+LATENT = {"kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12, "v_head_dim": 10, "q_lora_rank": None}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -46,6 +51,54 @@ def test_old_and_new_spelling_mean_the_same():
     assert old == new == oldest
     assert new.rope == RopeConfig(5e5, "llama3", 8.0, 1.0, 4.0, 32)
     assert new.dtype == "bfloat16"
+
+
+def test_yarn_of_any_spelling():
+    """Its fields as DeepSeek's own folders have them, as transformers writes them now, and what follows from others."""
+    yarn = {"factor": 4.0, "mscale": 1.0, "mscale_all_dim": 0.5, "beta_fast": 32, "beta_slow": 1}
+    length = {"original_max_position_embeddings": 32}
+    old = ModelConfig.from_dict({**BASE, "rope_theta": 5e5, "rope_scaling": {"type": "yarn", **yarn, **length}})
+    new = ModelConfig.from_dict(
+        {**BASE, "rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **yarn, **length, "factor": None}}
+    )
+    assert old == new
+    sharper = {weight: 0.1 * weight * math.log(4) + 1 for weight in (0.5, 1.0)}
+    rope = new.rope
+    assert (rope.kind, rope.factor, rope.fast_turns, rope.slow_turns, rope.original_max_positions) == (
+        "yarn", 4.0, 32.0, 1.0, 32
+    )  # fmt: skip
+    assert rope.magnitude == pytest.approx(sharper[1.0] / sharper[0.5])
+    assert rope.score_magnitude == pytest.approx(sharper[0.5] ** 2)
+    plain = ModelConfig.from_dict({**BASE, "rope_scaling": {"type": "yarn", "factor": 4.0, **length}}).rope
+    assert (plain.magnitude, plain.score_magnitude) == (pytest.approx(sharper[1.0]), 1.0)
+
+
+def test_latents_are_one_kv_head():
+    config = ModelConfig.from_dict({**BASE, **LATENT, "head_dim": 8})
+    assert (config.kv_heads, config.head_dim, config.rope_dim) == (1, 24, 8)
+    assert config.latent == LatentConfig(rank=16, rope_dim=8, nope_dim=12, value_dim=10)
+    assert ModelConfig.from_dict({**BASE, **LATENT, "q_lora_rank": 6}).latent.query_rank == 6
+    assert ModelConfig.from_dict(BASE).latent is None
+
+
+def test_experts_in_groups_beside_shared_ones():
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "n_shared_experts": 2}
+    fields = {**EXPERTS, **groups, "first_k_dense_replace": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    fields["n_routed_experts"] = fields.pop("num_experts")
+    assert ModelConfig.from_dict({**BASE, **fields}).experts == ExpertsConfig(
+        8, 2, 16, dense_layers=(0,), groups=4, top_groups=2, scale=2.5, shared_size=32
+    )
+
+
+def test_a_drafting_layer_does_not_make_another_model(tmp_path):
+    """Nodes that do and don't keep it are told apart by their layouts' layers."""
+    weights = {"w": torch.zeros(3)}
+    without, counted = (
+        ModelConfig.from_folder(folder_of(tmp_path / str(count), weights=weights, num_nextn_predict_layers=count))
+        for count in (0, 1)
+    )
+    assert (without.draft_layers, counted.draft_layers) == (0, 1)
+    assert without.fingerprint() == counted.fingerprint()
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_scaling": None}, {"rope_parameters": {"rope_type": "default"}}])
@@ -108,7 +161,7 @@ def test_the_generation_config_has_the_last_word(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "what"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope type 'longrope' is not supported"),
         ({"num_key_value_heads": 3}, "4 attention heads do not divide over 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"architectures": []}, "architectures"),
@@ -118,6 +171,21 @@ def test_the_generation_config_has_the_last_word(tmp_path):
         ({**EXPERTS, "num_experts_per_tok": 0}, "num_experts_per_tok is 0"),
         ({**EXPERTS, "moe_intermediate_size": 0}, "moe_intermediate_size must be at least 1"),
         ({**EXPERTS, "decoder_sparse_step": 0}, "decoder_sparse_step must be at least 1"),
+        ({**EXPERTS, "n_group": 3}, "8 experts cannot be in 3 groups"),
+        ({**EXPERTS, "n_group": 8, "topk_group": 4}, "8 experts cannot be in 8 groups of equally many, two or more"),
+        ({**EXPERTS, "n_group": 4, "topk_group": 5}, "topk_group is 5, of 4 groups"),
+        ({**EXPERTS, "n_group": 4, "num_experts_per_tok": 3}, "3 experts per token are more than 1 of 4 groups hold"),
+        ({**EXPERTS, "scoring_func": "softmax"}, "scoring_func 'softmax' is not supported"),
+        ({**EXPERTS, "topk_method": "greedy"}, "topk_method 'greedy' is not supported; supported is noaux_tc"),
+        ({**EXPERTS, "moe_layer_freq": 2}, "moe_layer_freq 2 is not supported"),
+        ({**LATENT, "qk_rope_head_dim": 7}, "qk_rope_head_dim 7 is odd"),
+        ({**LATENT, "v_head_dim": 0}, "value_dim must be at least 1"),
+        ({"kv_lora_rank": 16}, "'qk_rope_head_dim' is missing"),
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2 is not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported; supported is fp8"),
+        ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, "fmt 'e5m2' is not supported"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "'weight_block_size' is missing"),
+        ({"quantization_config": {"weight_block_size": [128, 0]}}, "weight_block_size .*128, 0.* at least 1 by 1"),
         ({"num_experts": 8, "num_experts_per_tok": 2}, "'moe_intermediate_size' is missing"),
         ({"vocab_size": 0}, "vocab_size must be at least 1"),
         ({"hidden_size": "many"}, "many"),

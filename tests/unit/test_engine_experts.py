@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kvferry_engine.config import ExpertsConfig
+from kvferry_engine.experts_config import ExpertsConfig
 from kvferry_engine.models.experts import Experts, SoftmaxRouter
 from kvferry_engine.models.parameters import Parameters
 from torch.nn import functional

@@ -24,6 +24,8 @@ class SequenceSlice:
     """Page table from position 0 on; covers at least start + len(tokens) tokens."""
     want_logits: bool = True
     """Whether the logits after the last of `tokens` are asked for."""
+    following: int | None = None
+    """The token after the last of `tokens`, where known: what a drafting layer keeps of a token needs the next."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class ForwardBatch:
 
     page_size: int
     device: str
+    slices: Sequence[SequenceSlice]
     tokens: torch.Tensor
     """Token ids, int64 [T]."""
     positions: torch.Tensor
@@ -75,6 +78,7 @@ class ForwardBatch:
         return cls(
             page_size=page_size,
             device=device,
+            slices=slices,
             tokens=torch.from_numpy(tokens).to(device),
             positions=torch.from_numpy(positions).to(device),
             slot_pages=slot_pages,

@@ -23,11 +23,12 @@ def kv_layout(config: ModelConfig, *, dtype: str, page_size: int, ranks: int = 1
     return KVLayout(
         model=config.fingerprint(),
         dtype=dtype,
-        layers=config.layers,
+        layers=config.layers + config.draft_layers,
         kv_heads=config.kv_heads,
         head_dim=config.head_dim,
         page_size=page_size,
         ranks=ranks,
+        latent=config.latent is not None,
     )
 
 

@@ -1,42 +1,27 @@
 """Weights from safetensors files into a model, tensor by tensor, each rank reading what it holds."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from kvferry_engine.attention import AttentionBackend
 from kvferry_engine.attention.torch_cpu import TorchAttention
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.dtypes import torch_dtype
 from kvferry_engine.errors import ModelError
+from kvferry_engine.fp8 import BlockScales
 from kvferry_engine.identity import weight_files
 from kvferry_engine.models import Model, model_class
 from kvferry_engine.models.parameters import Parameters
+from kvferry_engine.safetensors_file import TensorFile, open_tensors
 from kvferry_engine.shard import ALONE, Shard, check_ranks
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
 
 NAMED_IN_ERRORS = 8
-
-
-class _Slices(Protocol):
-    """A stored tensor of which parts can be read."""
-
-    def get_shape(self) -> list[int]: ...
-    def __getitem__(self, index: tuple[int | slice, ...]) -> torch.Tensor: ...
-
-
-class _Tensors(Protocol):
-    """An open safetensors file, whose own types say less."""
-
-    def keys(self) -> list[str]: ...
-    def get_tensor(self, name: str) -> torch.Tensor: ...
-    def get_slice(self, name: str) -> _Slices: ...
 
 
 def load_model(
@@ -47,46 +32,60 @@ def load_model(
     attention: AttentionBackend | None = None,
     progress: Progress | None = None,
     shard: Shard = ALONE,
+    drafts: bool = True,
 ) -> Model:
     """Build the model of a Hugging Face style folder, or one rank's shard of it, with its weights in `dtype`.
 
     A rank reads no more of the files than what it holds. Raises UnknownArchitecture, or ModelError naming the tensors
-    that are missing, unexpected or misshapen, or the number that can't be split over the ranks.
+    that are missing, unexpected or misshapen, or the number that can't be split over the ranks. `drafts`: with the
+    layers that draft (MTP), where the folder has their weights.
     """
     folder = Path(folder)
-    config = ModelConfig.from_folder(folder)
+    stored = ModelConfig.from_folder(folder)
+    config = stored if drafts and _has_drafts(folder, stored) else replace(stored, draft_layers=0)
     check_ranks(config, shard.ranks)
     build = model_class(config.architecture)
     model = build(config, attention or TorchAttention(), dtype=torch_dtype(dtype), device=device, shard=shard)
-    _fill(model, folder, progress or _silent)
+    _fill(model, folder, stored, progress or _silent)
     return model
 
 
-def _fill(model: Model, folder: Path, progress: Progress) -> None:
+def _has_drafts(folder: Path, config: ModelConfig) -> bool:
+    """Whether the folder has any weight of a drafting layer that its configuration counts."""
+    if not config.draft_layers:
+        return False
+    for path in weight_files(folder):
+        with open_tensors(path) as file:
+            if any(_drafting(name, config) for name in file.keys()):  # noqa: SIM118 - not a mapping
+                return True
+    return False
+
+
+def _drafting(name: str, config: ModelConfig) -> bool:
+    layers = range(config.layers, config.layers + config.draft_layers)
+    return any(name.startswith(f"model.layers.{index}.") for index in layers)
+
+
+def _fill(model: Model, folder: Path, stored: ModelConfig, progress: Progress) -> None:
     targets = dict(model.parameters.targets)
     files = weight_files(folder)
+    scales = BlockScales(files, stored.weight_blocks)
     total, done = sum(path.stat().st_size for path in files), 0
     unexpected: list[str] = []
     for path in files:
-        with _open(path) as file:
-            left = [name for name in file.keys() if not _take(name, file, targets, model.parameters)]  # noqa: SIM118
-        unexpected += [name for name in left if not _redundant(name, model.config)]
+        with open_tensors(path) as file:
+            names = [name for name in file.keys() if not scales.holds(name)]  # noqa: SIM118 - not a mapping
+            left = [name for name in names if not _take(name, file, scales, targets, model.parameters)]
+        unexpected += [name for name in left if not _redundant(name, model.config, stored)]
         done += path.stat().st_size
         progress(done, total)
+    unexpected += [name for name in scales.unused() if not _redundant(name, model.config, stored)]
     _check_complete(folder, missing=list(targets), unexpected=unexpected)
 
 
-@contextmanager
-def _open(path: Path) -> Iterator[_Tensors]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        msg = f"{path} cannot be read: {error}"
-        raise ModelError(msg) from error
-
-
-def _take(name: str, file: _Tensors, targets: dict[str, torch.Tensor], parameters: Parameters) -> bool:
+def _take(
+    name: str, file: TensorFile, scales: BlockScales, targets: dict[str, torch.Tensor], parameters: Parameters
+) -> bool:
     """Copy what this rank holds of tensor `name` to its place among `targets`, the places still empty.
 
     Returns whether it has one.
@@ -94,7 +93,7 @@ def _take(name: str, file: _Tensors, targets: dict[str, torch.Tensor], parameter
     if name in targets:
         target, part = targets.pop(name), parameters.slices.get(name)
         _check_shape(name, file, part.shape if part else tuple(target.shape))
-        target.copy_(file.get_slice(name)[part.index] if part else file.get_tensor(name))
+        target.copy_(scales.read(file, name, part.index if part else None))
         return True
     fused = parameters.fused.get(name)
     if fused is None or not all(part in targets for part in fused.parts):
@@ -106,16 +105,21 @@ def _take(name: str, file: _Tensors, targets: dict[str, torch.Tensor], parameter
     return True
 
 
-def _check_shape(name: str, file: _Tensors, wanted: tuple[int, ...]) -> None:
+def _check_shape(name: str, file: TensorFile, wanted: tuple[int, ...]) -> None:
     found = file.get_slice(name).get_shape()
     if tuple(found) != wanted:
         msg = f"tensor {name} has shape {list(found)}, the configuration asks for {list(wanted)}"
         raise ModelError(msg)
 
 
-def _redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some checkpoints store although they follow from others."""
-    return name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings)
+def _redundant(name: str, config: ModelConfig, stored: ModelConfig) -> bool:
+    """Tensors that some checkpoints store although they follow from others, and drafting layers that nobody wants."""
+    if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+        return True
+    if not _drafting(name, stored):
+        return False
+    # The drafting layer shares the model's embedding and head, of which checkpoints hold copies under its name.
+    return not config.draft_layers or name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))
 
 
 def _check_complete(folder: Path, *, missing: list[str], unexpected: list[str]) -> None:

@@ -1,8 +1,9 @@
-"""A small Llama with random weights and SmolLM2's tokenizer: the whole way in milliseconds."""
+"""Small models with random weights and SmolLM2's tokenizer: the whole way in milliseconds."""
 
 import shutil
 from pathlib import Path
 
+import tiny_deepseek
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,6 +30,25 @@ def make_tiny_llama(folder, tokenizer_from, *, layers=3, kv_heads=2, seed=0):
         pad_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
+    return _with_tokenizer(folder, tokenizer_from)
+
+
+def make_tiny_deepseek(folder, tokenizer_from):
+    """Write a small DeepSeek-V3 with a drafting layer, whose cache holds latents."""
+    reference = tiny_deepseek.build(
+        vocab_size=49152,
+        tie_word_embeddings=True,
+        num_mtp_layers=1,
+        max_position_embeddings=4096,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=2,
+    )
+    tiny_deepseek.save(reference, folder, tiny_deepseek.build_drafter(reference))
+    return _with_tokenizer(Path(folder), tokenizer_from)
+
+
+def _with_tokenizer(folder, tokenizer_from):
     for name in TOKENIZER_FILES:
         source = Path(tokenizer_from) / name
         if source.exists():

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from kvferry_engine.attention.latent_cpu import LatentTorchPlan
 from kvferry_engine.batch import ForwardBatch, Ints
 from kvferry_engine.kv_pool import KVPool
 
@@ -38,6 +39,10 @@ class TorchAttention:
     def plan(self, batch: ForwardBatch, pool: KVPool) -> "TorchPlan":
         """Plan a step: gather indices, write places and masks that all layers share."""
         return TorchPlan(batch, pool)
+
+    def plan_latent(self, batch: ForwardBatch, pool: KVPool) -> LatentTorchPlan:
+        """Do the same for a pool of latents."""
+        return LatentTorchPlan(batch, pool)
 
 
 class TorchPlan:

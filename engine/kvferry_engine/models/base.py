@@ -37,6 +37,11 @@ class Model(ABC):
         self.shard = shard
         self.parameters = Parameters(dtype, device, shard)
 
+    @property
+    def kv_layers(self) -> int:
+        """Layers that keep something of every token: the model's own, and after them those that draft."""
+        return self.config.layers + self.config.draft_layers
+
     def kv_layout(self, page_size: int) -> KVLayout:
         """Layout of a KV cache for this model, in the dtype of its weights, over all ranks."""
         return kv_layout(self.config, dtype=dtype_name(self.dtype), page_size=page_size, ranks=self.shard.ranks)
@@ -52,22 +57,44 @@ class Model(ABC):
         Raises BatchError when the batch does not fit the model or the pool. Not to be run by two threads at once.
         """
         self.check(batch, pool)
+        rows = batch.logit_rows if logits and batch.wants_logits else None
         with torch.inference_mode():
-            return self._forward(batch, pool, on_layer or _ignore, logits=logits and batch.wants_logits)
+            hidden = self._forward(batch, pool, on_layer or _ignore, rows)
+            return None if hidden is None else self.score(hidden)
+
+    def hidden_states(
+        self, batch: ForwardBatch, pool: KVPool, rows: torch.Tensor, on_layer: OnLayer | None = None
+    ) -> torch.Tensor:
+        """Run the batch as `forward` does; returns the hidden states of `rows`, int64 indices among its T tokens.
+
+        They are [rows, E], after the final norm: what `score` makes logits of, and what a draft starts from. So any
+        tokens of a sequence can be judged at once.
+        """
+        self.check(batch, pool)
+        with torch.inference_mode():
+            hidden = self._forward(batch, pool, on_layer or _ignore, rows)
+        assert hidden is not None
+        return hidden
+
+    @abstractmethod
+    def score(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits after hidden states [rows, E]: float32 [rows, vocabulary], and None on all ranks but the first."""
 
     @abstractmethod
     def _forward(
-        self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, *, logits: bool
-    ) -> torch.Tensor | None: ...
+        self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, rows: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Hidden states of `rows`, [rows, E] after the final norm; None where `rows` is."""
 
     def check(self, batch: ForwardBatch, pool: KVPool) -> None:
         """Raise BatchError when the batch does not fit the model or the pool."""
         layout, config = pool.layout, self.config
         heads = self.shard.kv_heads(config).size
-        mine = (config.layers, heads, config.head_dim, dtype_name(self.dtype), batch.page_size)
+        mine = (self.kv_layers, heads, config.head_dim, dtype_name(self.dtype), batch.page_size)
         theirs = (layout.layers, layout.heads_per_rank, layout.head_dim, layout.dtype, layout.page_size)
-        if mine != theirs:
+        if mine != theirs or layout.latent != (config.latent is not None):
             msg = f"the pool's (layers, KV heads, head dim, dtype, page size) are {theirs}, the model's step has {mine}"
+            msg += f"; latents: {layout.latent} and {config.latent is not None}"
             raise BatchError(msg)
         batch.check_fits(vocab_size=config.vocab_size, max_positions=config.max_positions, pages=pool.pages)
 

@@ -1,6 +1,7 @@
 """The frame of a decoder-only model: embedding, layers over the residual stream, final norm and head."""
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 
@@ -38,14 +39,31 @@ class DecoderModel(Model):
         self.norm = parameters.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else Embedding(parameters, "lm_head.weight", config)
         self.head = Head(head)
-        self.rope = Rope(config.rope, config.head_dim, config.max_positions, device)
+        self.rope = Rope(config.rope, config.rope_dim, config.max_positions, device)
 
     @abstractmethod
     def build_layer(self, index: int, prefix: str) -> DecoderLayer:
         """Allocate layer `index`, whose tensors' names begin with `prefix`."""
 
-    def _forward(self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, *, logits: bool) -> torch.Tensor | None:
-        plan = self.attention.plan(batch, pool)
+    def score(self, hidden: torch.Tensor) -> torch.Tensor | None:
+        """Logits after hidden states [rows, E]: float32 [rows, vocabulary], and None on all ranks but the first."""
+        with torch.inference_mode():
+            return self.head(hidden)
+
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> Any:  # noqa: ANN401 - what the model's attention runs
+        """Plan a step's attention."""
+        return self.attention.plan(batch, pool)
+
+    def _forward(
+        self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, rows: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        x = self._attend(batch, pool, on_layer)
+        # Nothing reads the last layer's other rows: the cache is written, and only these tokens are asked about.
+        return None if rows is None else self._finish(x[rows])
+
+    def _attend(self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer) -> torch.Tensor:
+        """Run all but the last layer's feed-forward; returns x [T, E]."""
+        plan = self.plan(batch, pool)
         turn = self.rope.at(batch.positions, self.dtype)
         x = self.embedding(batch.tokens)  # [T, E]
         for index, layer in enumerate(self.layers):
@@ -53,8 +71,8 @@ class DecoderModel(Model):
             on_layer(index)
             if index + 1 < len(self.layers):
                 x = layer.feed_forward(x)
-        if not logits:
-            return None
-        # Nothing reads the last layer's other rows: the cache is written, and only these tokens are asked about.
-        x = self.layers[-1].feed_forward(x[batch.logit_rows])
-        return self.head(self.norm(x))  # [sequences that want logits, V]
+        return x
+
+    def _finish(self, x: torch.Tensor) -> torch.Tensor:
+        """Last feed-forward and final norm of rows of x [rows, E]."""
+        return self.norm(self.layers[-1].feed_forward(x))

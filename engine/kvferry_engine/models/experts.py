@@ -7,8 +7,9 @@ per token. All ranks route alike: each holds the whole router.
 from collections.abc import Callable
 
 import torch
+from torch.nn import functional
 
-from kvferry_engine.config import ExpertsConfig
+from kvferry_engine.experts_config import ExpertsConfig
 from kvferry_engine.models.layers import GatedMlp
 from kvferry_engine.models.linear import Linear
 from kvferry_engine.models.parameters import Parameters
@@ -31,6 +32,38 @@ class SoftmaxRouter:
         if self.normalise:
             weights /= weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), experts
+
+
+class SigmoidRouter:
+    """Experts scored one by one, chosen among the best groups, with a bias that balances their load.
+
+    The bias decides who is chosen and never how much they weigh. Scores are computed in float32, whatever the model's
+    dtype: they lie close to one another.
+    """
+
+    def __init__(self, config: ExpertsConfig, parameters: Parameters, prefix: str, hidden_size: int) -> None:
+        self.config = config
+        self.gate = parameters.tensor(f"{prefix}.weight", config.count, hidden_size, dtype=torch.float32)
+        self.bias = parameters.tensor(f"{prefix}.e_score_correction_bias", config.count, dtype=torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route each row of x [T, E]."""
+        scores = functional.linear(x.float(), self.gate).sigmoid()  # [T, experts]
+        experts = self._allowed(scores + self.bias).topk(self.config.per_token, dim=-1).indices
+        weights = scores.gather(1, experts)
+        if self.config.normalise:
+            weights /= weights.sum(dim=-1, keepdim=True) + 1e-20
+        return (weights * self.config.scale).to(x.dtype), experts
+
+    def _allowed(self, ranking: torch.Tensor) -> torch.Tensor:
+        """`ranking` [T, experts] with minus infinity outside each token's best groups, judged by their best two."""
+        groups, top = self.config.groups, self.config.top_groups
+        if top == groups:
+            return ranking
+        grouped = ranking.view(len(ranking), groups, -1)  # [T, groups, experts of a group]
+        best = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(top, dim=-1).indices
+        closed = torch.ones(grouped.shape[:2], dtype=torch.bool, device=ranking.device).scatter_(1, best, value=False)
+        return grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(1)
 
 
 class Experts:
@@ -63,3 +96,14 @@ class Experts:
         answers = torch.empty_like(answers).index_copy_(0, order, answers).view(*chosen.shape, -1)  # [T, k, E]
         total = (answers * weights.unsqueeze(-1)).sum(dim=1)
         return total if self._group is None else self._group.all_reduce(total)
+
+
+class SharedExperts:
+    """Experts that are chosen, and an MLP beside them that every token passes."""
+
+    def __init__(self, experts: Experts, shared: GatedMlp) -> None:
+        self.experts, self.shared = experts, shared
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Transform each row of x [T, E]."""
+        return self.experts(x).add_(self.shared(x))

@@ -5,6 +5,7 @@ and F are those of this rank, whose outputs are the sum over the ranks.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -16,6 +17,8 @@ from kvferry_engine.models.norms import HeadNorm
 from kvferry_engine.models.parameters import Parameters
 from kvferry_engine.models.rope import Turn, rotate
 
+Attention = Callable[[int, torch.Tensor, Turn, Any], torch.Tensor]
+"""Layer, x [T, E], the positions' turn, and the step's plan of the kind that this attention runs -> [T, E]."""
 FeedForward = Callable[[torch.Tensor], torch.Tensor]
 """x [T, E] -> [T, E], each row by itself."""
 
@@ -60,11 +63,16 @@ class GatedMlp:
     @classmethod
     def dense(cls, config: ModelConfig, parameters: Parameters, prefix: str) -> "GatedMlp":
         """Allocate the MLP that every token passes."""
-        size, bias = parameters.shard.even(config.intermediate_size), config.mlp_bias
-        parts = [(f"{prefix}.gate_proj", size), (f"{prefix}.up_proj", size)]
+        return cls.of_size(config, parameters, prefix, config.intermediate_size)
+
+    @classmethod
+    def of_size(cls, config: ModelConfig, parameters: Parameters, prefix: str, size: int) -> "GatedMlp":
+        """Allocate an MLP with `size` elements, over all ranks, between its two halves."""
+        share = parameters.shard.even(size)
+        parts = [(f"{prefix}.gate_proj", share), (f"{prefix}.up_proj", share)]
         return cls(
-            parameters.linear(parts, config.hidden_size, bias=bias),
-            parameters.linear([(f"{prefix}.down_proj", config.hidden_size)], size, bias=bias),
+            parameters.linear(parts, config.hidden_size, bias=config.mlp_bias),
+            parameters.linear([(f"{prefix}.down_proj", config.hidden_size)], share, bias=config.mlp_bias),
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,7 +90,7 @@ class DecoderLayer:
         parameters: Parameters,
         prefix: str,
         *,
-        attention: GroupedQueryAttention,
+        attention: Attention,
         feed_forward: FeedForward,
     ) -> None:
         self.attention_norm = parameters.norm(f"{prefix}.input_layernorm", config.hidden_size, config.rms_norm_eps)
@@ -90,7 +98,7 @@ class DecoderLayer:
         self.mlp_norm = parameters.norm(f"{prefix}.post_attention_layernorm", config.hidden_size, config.rms_norm_eps)
         self.mlp = feed_forward
 
-    def attend(self, layer: int, x: torch.Tensor, turn: Turn, plan: AttentionPlan) -> torch.Tensor:
+    def attend(self, layer: int, x: torch.Tensor, turn: Turn, plan: Any) -> torch.Tensor:  # noqa: ANN401
         """First half of the layer, x [T, E]; when it returns, the layer's keys and values are in the pool."""
         return x + self.attention(layer, self.attention_norm(x), turn, plan)
 

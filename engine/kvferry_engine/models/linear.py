@@ -56,6 +56,19 @@ def fastest(dtype: torch.dtype, device: str) -> Multiply:
     return _narrow if dtype != torch.bfloat16 or _FUSED is None else _narrow_or_fused
 
 
+def multiply_each(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Product of each head with a matrix of its own: x [H, T, inputs], weights [H, inputs, outputs]; in x's dtype."""
+    narrow = x.dtype != torch.float32 and torch.backends.cpu.get_cpu_capability() not in FAST_NARROW
+    if x.device.type != "cpu" or not narrow:
+        return torch.bmm(x, weights)
+    y = torch.empty((*x.shape[:2], weights.shape[2]), dtype=x.dtype)
+    block = max(1, WIDENED // weights[0].numel())
+    for head in range(0, len(x), block):
+        heads = slice(head, head + block)
+        y[heads] = torch.bmm(x[heads].float(), weights[heads].float())
+    return y
+
+
 def _wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     alone = len(x) == 1
     if len(x) > FEW_ROWS or (alone and torch.get_num_threads() == 1):

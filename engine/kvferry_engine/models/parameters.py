@@ -48,9 +48,9 @@ class Parameters:
         self.fused: dict[str, Fused] = {}
         """Checkpoint name -> what a checkpoint may store under it instead of the parts."""
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
-        """Allocate a parameter that the checkpoint tensor `name` fills."""
-        self.targets[name] = value = self._empty(*shape)
+    def tensor(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Allocate a parameter that the checkpoint tensor `name` fills, in the model's dtype unless told."""
+        self.targets[name] = value = torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
         return value
 
     def rows(self, names: Sequence[str], size: int) -> torch.Tensor:

@@ -45,8 +45,13 @@ def run(worker: Worker, inputs: StepPlan) -> Drawn:
 
 def _sequence(piece: StepSlice) -> SequenceSlice:
     request, start, count = piece
+    end = start + count
     return SequenceSlice(
-        tokens=request.tokens[start : start + count], start=start, pages=list(request.pages), want_logits=piece.draws
+        tokens=request.tokens[start:end],
+        start=start,
+        pages=list(request.pages),
+        want_logits=piece.draws,
+        following=request.tokens[end] if end < len(request.tokens) else None,
     )
 
 

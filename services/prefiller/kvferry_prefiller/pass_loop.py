@@ -92,8 +92,14 @@ class PassLoop:
 
 
 def _sequence(chunk: Chunk) -> SequenceSlice:
-    tokens = chunk.request.order.tokens[chunk.start : chunk.end]
-    return SequenceSlice(tokens=tokens, start=chunk.start, pages=list(chunk.request.pages), want_logits=False)
+    prompt = chunk.request.order.tokens
+    return SequenceSlice(
+        tokens=prompt[chunk.start : chunk.end],
+        start=chunk.start,
+        pages=list(chunk.request.pages),
+        want_logits=False,
+        following=prompt[chunk.end] if chunk.end < len(prompt) else None,
+    )
 
 
 def _forward(worker: Worker, inputs: list[SequenceSlice]) -> None:

@@ -1,22 +1,59 @@
-"""Checksums of KV pages, for --verify-kv: source against destination, per page and layer."""
+"""Checksums of KV pages, for --verify-kv: source against destination, per page and layer.
+
+The two sides may be sharded differently, and a head may be on several ranks. What is compared is what was written: both
+sides walk the pieces of the shard plan in its order, the sender over the bytes that it read, the receiver over those
+that were written to, and a page has one checksum over all its pieces.
+"""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import xxhash
 from kvferry_proto.ints import Int32s
+from kvferry_proto.shards import Piece
 
 from kvferry_engine.kv_pool import KVPool
 
 _SIGN = 1 << 31
 
 
-def page_checksums(pool: KVPool, pages: Sequence[int]) -> Int32s:
-    """xxh32 of each page in each layer, as signed numbers, shape [layer][page] flattened. Releases the GIL per page."""
+class Place(NamedTuple):
+    """A byte range of every page on one rank."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+def sent(pieces: Sequence[Piece]) -> list[Place]:
+    """Places on the sender's ranks that the pieces are read from."""
+    return [Place(each.source_rank, each.source_offset, each.source_offset + each.length) for each in pieces]
+
+
+def written(pieces: Sequence[Piece]) -> list[Place]:
+    """Places on the receiver's ranks that the pieces are written to."""
+    return [
+        Place(each.destination_rank, each.destination_offset, each.destination_offset + each.length) for each in pieces
+    ]
+
+
+def page_checksums(pools: Sequence[KVPool], pages: Sequence[int], places: Sequence[Place]) -> Int32s:
+    """xxh32 over `places` of each page in each layer, as signed numbers, shape [layer][page] flattened.
+
+    `pools` are those of all ranks. Releases the GIL per place.
+    """
     return Int32s(
-        (xxhash.xxh32_intdigest(pool.page(layer, page)) ^ _SIGN) - _SIGN
-        for layer in range(pool.layout.layers)
+        (_checksum(pools, layer, page, places) ^ _SIGN) - _SIGN
+        for layer in range(pools[0].layout.layers)
         for page in pages
     )
+
+
+def _checksum(pools: Sequence[KVPool], layer: int, page: int, places: Sequence[Place]) -> int:
+    digest = xxhash.xxh32()
+    for rank, start, stop in places:
+        digest.update(pools[rank].page(layer, page)[start:stop])
+    return digest.intdigest()
 
 
 def first_difference(mine: Int32s, theirs: Int32s, pages: int) -> str | None:

@@ -37,6 +37,16 @@ def pages_for_bytes(layout: KVLayout, size: int) -> int:
     return size // (layout.page_bytes * layout.layers)
 
 
+def enough_pages(layout: KVLayout, size: int) -> int:
+    """Pages that --kv-memory of `size` bytes gives each rank; raises ValueError where no node could work with them."""
+    pages = pages_for_bytes(layout, size)
+    if pages < 2:
+        needed = 2 * layout.page_bytes * layout.layers
+        msg = f"--kv-memory {size} holds {pages} pages; at least {needed} bytes (2 pages) are needed"
+        raise ValueError(msg)
+    return pages
+
+
 class KVPool:
     """Pages of all layers, shaped [layer][page][kv head][K/V][token][dim], filled with zeros when first touched.
 

@@ -73,12 +73,15 @@ def _fill(model: Model, folder: Path, stored: ModelConfig, progress: Progress) -
     total, done = sum(path.stat().st_size for path in files), 0
     unexpected: list[str] = []
     for path in files:
+        size = path.stat().st_size
         with open_tensors(path) as file:
             names = [name for name in file.keys() if not scales.holds(name)]  # noqa: SIM118 - not a mapping
-            left = [name for name in names if not _take(name, file, scales, targets, model.parameters)]
-        unexpected += [name for name in left if not _redundant(name, model.config, stored)]
-        done += path.stat().st_size
-        progress(done, total)
+            for index, name in enumerate(names):
+                taken = _take(name, file, scales, targets, model.parameters)
+                if not taken and not _redundant(name, model.config, stored):
+                    unexpected.append(name)
+                progress(done + size * (index + 1) // len(names), total)
+        done += size
     unexpected += [name for name in scales.unused() if not _redundant(name, model.config, stored)]
     _check_complete(folder, missing=list(targets), unexpected=unexpected)
 

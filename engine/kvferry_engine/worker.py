@@ -1,4 +1,4 @@
-"""What a node that runs the model owns: weights, KV pool, page book, transfer engine, and the threads to compute in."""
+"""What a node that runs the model owns: ranks, weights, KV pools, page book, transfer engine, threads to compute in."""
 
 import asyncio
 import functools
@@ -16,11 +16,16 @@ from kvferry_proto.layout import KVLayout
 from kvferry_proto.nodes import NodeRef
 
 from kvferry_engine.allocator import PageAllocator
-from kvferry_engine.checksums import page_checksums
+from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
-from kvferry_engine.kv_pool import KVPool, pages_for_bytes
-from kvferry_engine.models.base import Model
-from kvferry_engine.weights import load_model
+from kvferry_engine.kv_pool import KVPool, enough_pages
+from kvferry_engine.models.base import Model, OnLayer
+from kvferry_engine.ranks.errors import RankLostError
+from kvferry_engine.ranks.processes import RankProcesses
+from kvferry_engine.ranks.steps import Step
+from kvferry_engine.shard import ALONE, Shard
+from kvferry_engine.weights import Progress, load_model
 from kvferry_engine.worker_settings import WorkerSettings
 
 T = TypeVar("T")
@@ -31,13 +36,28 @@ _MODEL_FAULTS = {"slow-layer-ms"}
 
 
 class Worker:
-    """Opened once per process, closed after the service has drained. The event loop's thread owns all but what
-    runs in `compute` and `checksums`."""
+    """Opened once per node, in its lead process, closed after the service has drained. The event loop's thread owns
+    all but what runs in `compute` and `checksums`."""
 
-    def __init__(self, settings: WorkerSettings, ref: NodeRef) -> None:
-        """Load the model and open the fabric, which takes seconds. Raises ValueError, OSError or FabricError."""
-        torch.set_num_threads(settings.cpu_threads)
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        ref: NodeRef,
+        ranks: RankProcesses | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> None:
+        """Load the model and open the fabric, which takes seconds.
+
+        `ranks` are those that `settings.tp` asks for beside this process, and belong to the worker from now on.
+        Raises ValueError, OSError, EngineError or FabricError.
+        """
+        torch.set_num_threads(settings.rank_threads)
         self.settings = settings
+        self.ranks = ranks or RankProcesses()
+        if len(self.ranks) != settings.tp - 1:
+            msg = f"--tp {settings.tp} takes {settings.tp - 1} processes beside the lead, {len(self.ranks)} are there"
+            raise ValueError(msg)
         self.config = ModelConfig.from_folder(Path(settings.model))
         self.fabric = TransferEngine(
             settings.provider,
@@ -46,29 +66,24 @@ class Worker:
             trace=bool(settings.fault),
         )
         try:
-            self._open(settings)
+            self._open(settings, progress)
         except BaseException:
             self.fabric.close()
             raise
 
-    def _open(self, settings: WorkerSettings) -> None:
+    def _open(self, settings: WorkerSettings, progress: Progress | None) -> None:
         self._inject(settings.faults)
-        self.model: Model = load_model(Path(settings.model), settings.dtype)
+        shard = Shard(0, settings.tp, self.ranks.join()) if settings.tp > 1 else ALONE
+        self.model: Model = load_model(Path(settings.model), settings.dtype, shard=shard, progress=progress)
         self.layout: KVLayout = self.model.kv_layout(settings.page_size)
-        self.pool = KVPool(self.layout, self._pages(settings), huge=settings.huge_pages)
+        self.pool = KVPool(self.layout, enough_pages(self.layout, settings.kv_memory), huge=settings.huge_pages)
+        self.pools = [self.pool, *self.ranks.receive_pools(self.layout, self.pool.pages)]
+        """KV pools of all ranks; pages have the same numbers in each."""
         self.allocator = PageAllocator(self.pool.pages)
         self.counter: LayerCounter = self.fabric.new_counter()
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._slow_layer = settings.faults.get("slow-layer-ms", 0) / 1e3
-
-    def _pages(self, settings: WorkerSettings) -> int:
-        pages = pages_for_bytes(self.layout, settings.kv_memory)
-        if pages < 2:
-            needed = 2 * self.layout.page_bytes * self.layout.layers
-            msg = f"--kv-memory {settings.kv_memory} holds {pages} pages; at least {needed} bytes (2 pages) are needed"
-            raise ValueError(msg)
-        return pages
 
     def _inject(self, faults: dict[str, float]) -> None:
         unknown = set(faults) - set(_FABRIC_FAULTS) - _MODEL_FAULTS
@@ -80,21 +95,49 @@ class Worker:
             get_logger().warning("fault injection is on", fault=name, value=faults[name])
             self.fabric.fault(kind, int(faults[name] * unit))
 
-    def register(self) -> MemoryRegion:
-        """Register the KV pool, under a key of its own; whoever asked closes it, or the fabric does at its end."""
-        return self.fabric.register(self.pool.buffer)
+    def register(self) -> list[MemoryRegion]:
+        """Register every rank's KV pool, each under a new key; whoever asked closes them, or the fabric at its end."""
+        return [self.fabric.register(pool.buffer) for pool in self.pools]
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Run `work` in the forward thread, one at a time, while the event loop goes on."""
-        return await asyncio.get_running_loop().run_in_executor(self._forward_thread, work)
+        """Run `work` in the forward thread, one at a time, while the event loop goes on.
 
-    async def checksums(self, pages: Sequence[int]) -> Int32s:
-        """Checksums of `pages`, [layer][page], computed beside event loop and forward pass."""
-        work = functools.partial(page_checksums, self.pool, pages)
+        Never returns once a rank is lost: the node ends then, and what it had is not to be told of as failed.
+        """
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._forward_thread, work)
+        except RankLostError:
+            await asyncio.Event().wait()
+            raise
+
+    def forward(
+        self, slices: Sequence[SequenceSlice], on_layer: OnLayer | None = None, *, logits: bool = True
+    ) -> torch.Tensor | None:
+        """Run one step on all ranks, in the forward thread; arguments and result are those of `Model.forward`.
+
+        Raises BatchError before anything is computed, RankLostError when the ranks can't go on.
+        """
+        batch = ForwardBatch.build(slices, page_size=self.layout.page_size)
+        if not len(self.ranks):
+            return self.model.forward(batch, self.pool, on_layer, logits=logits)
+        self.model.check(batch, self.pool)
+        self.ranks.broadcast(Step(list(slices), logits), self.layout.page_size)
+        try:
+            return self.model.forward(batch, self.pool, on_layer, logits=logits)
+        except Exception as error:
+            # Whatever it is: the others wait in the midst of a step that this rank has left.
+            raise self.ranks.lost(error) from error
+
+    async def checksums(self, pages: Sequence[int], places: Sequence[Place]) -> Int32s:
+        """Checksums of `places` of `pages`, [layer][page], computed beside event loop and forward pass."""
+        work = functools.partial(page_checksums, self.pools, pages, places)
         return await asyncio.get_running_loop().run_in_executor(self._checksum_thread, work)
 
     def on_layer(self, _layer: int) -> None:
-        """Called by the model after a layer's output projection: the fabric posts that layer's writes."""
+        """Called by the model after a layer's output projection: the fabric posts that layer's writes.
+
+        On the lead alone: the projection's sum over the ranks is there, so every rank has written its keys and values.
+        """
         if self._slow_layer:
             time.sleep(self._slow_layer)
         self.counter.bump()
@@ -115,4 +158,6 @@ class Worker:
         self._checksum_thread.shutdown()
         # Ends its thread first, whatever is under way; regions, counters and connections go with it.
         self.fabric.close()
-        self.pool.close()
+        for pool in self.pools:
+            pool.close()
+        self.ranks.close()

@@ -1,6 +1,7 @@
 """The life of a node that runs the model, prefiller or decoder: load, join, serve, drain, leave."""
 
 import asyncio
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
@@ -12,8 +13,10 @@ from kvferry_node.metrics import NodeMetrics, process_metrics
 from kvferry_node.ops import ops_app, serve_http
 from kvferry_node.registry import Registry
 from kvferry_node.service import Stop, process_state, running, wait_until, watch_standstill
+from kvferry_proto.errors import ErrorCode
 from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role
 
+from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_engine.worker_settings import WorkerSettings
@@ -54,7 +57,7 @@ class WorkerService(Protocol):
     def held(self) -> dict[str, int]:
         """Everything that must be zero when idle."""
 
-    def fail_rest(self) -> None:
+    def fail_rest(self, code: ErrorCode, why: str) -> None:
         """Give up what has not ended."""
 
     def close(self) -> None:
@@ -67,8 +70,10 @@ class WorkerNode(ABC):
     role: ClassVar[Role]
     inbox_kind: ClassVar[Any]
 
-    def __init__(self, settings: WorkerSettings, ref: NodeRef) -> None:
+    def __init__(self, settings: WorkerSettings, ref: NodeRef, ranks: RankProcesses | None = None) -> None:
+        """`ranks`: processes of the ranks beside this one, forked before there was an event loop."""
         self.settings = settings
+        self._ranks = ranks or RankProcesses()
         self.ref = ref
         self.metrics = NodeMetrics()
         self.worker_metrics = WorkerMetrics(self.metrics.registry, self._refresh)
@@ -100,7 +105,8 @@ class WorkerNode(ABC):
 
     async def _load(self, stop: Stop) -> Worker | None:
         """Load the model beside the loop, so that /health answers; None if the node is stopped meanwhile."""
-        loading = asyncio.ensure_future(asyncio.to_thread(Worker, self.settings, self.ref))
+        load = functools.partial(Worker, self.settings, self.ref, self._ranks, progress=self._on_progress)
+        loading = asyncio.ensure_future(asyncio.to_thread(load))
         stopping = asyncio.ensure_future(stop.requested.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()
@@ -109,6 +115,9 @@ class WorkerNode(ABC):
             return worker
         worker.close()
         return None
+
+    def _on_progress(self, done: int, total: int) -> None:
+        self._why_not_ready = f"loading the model: {100 * done // total} %"
 
     async def _serve(self, worker: Worker, url: str, stop: Stop) -> None:
         settings = self.settings
@@ -144,6 +153,7 @@ class WorkerNode(ABC):
                 service.housekeeping(alive),
                 watch_standstill(settings.lease_seconds, service.stood_still),
                 self._watch(worker, service),
+                self._watch_ranks(worker, service, registry),
             ):
                 await self._join_and_serve(registry, service, stop)
         finally:
@@ -174,8 +184,18 @@ class WorkerNode(ABC):
         await registry.set_draining()
         if not await wait_until(lambda: _idle(service), self.settings.drain_seconds):
             self._log.warning("drain time is over", held=service.held())
-            service.fail_rest()
+            service.fail_rest(ErrorCode.DRAINING, "its time to drain was over")
             await wait_until(lambda: _idle(service), _CONFIRM_SECONDS)
+
+    async def _watch_ranks(self, worker: Worker, service: WorkerService, registry: Registry) -> None:
+        """End with the first rank that does: hand what runs back, so that others take it up at once, and leave."""
+        lost = await worker.ranks.watch()
+        self._log.critical("a rank is lost; its node ends", why=str(lost))
+        self._why_not_ready = str(lost)
+        service.draining = True
+        service.fail_rest(ErrorCode.NODE_LOST, str(lost))
+        await registry.leave()
+        raise lost
 
     def _record(self, worker: Worker, endpoint: str, url: str) -> NodeRecord:
         return NodeRecord(
@@ -216,6 +236,7 @@ class WorkerNode(ABC):
         if self._worker is not None and self._service is not None:
             shown |= {
                 "held": self._service.held(),
+                "ranks": self._worker.ranks.pids,
                 "pages": self._worker.page_state(),
                 "fabric": self._worker.fabric.stats()._asdict(),
                 "requests": self._service.states(),

@@ -21,7 +21,12 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
     page_size: Annotated[
         int, msgspec.Meta(ge=1, le=1024), help_text("Tokens in a KV page; the same on all nodes of a cluster.")
     ] = 16
-    kv_memory: Annotated[Bytes, help_text("Memory for KV pages.")] = 1 << 30
+    tp: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=64),
+        help_text("Tensor-parallel ranks: processes that hold a slice of weights and KV cache each."),
+    ] = 1
+    kv_memory: Annotated[Bytes, help_text("Memory for KV pages, of each rank.")] = 1 << 30
     huge_pages: Annotated[bool, help_text("Take KV pages from the machine's reserved huge pages, if they suffice.")] = (
         False
     )
@@ -36,7 +41,9 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
     ] = False
     max_waiting: Annotated[Count, help_text("Requests that may wait here; more are refused.")] = 256
     threads: Annotated[
-        int, msgspec.Meta(ge=0, le=1024), help_text("CPU threads of the forward pass; 0 takes one per core.")
+        int,
+        msgspec.Meta(ge=0, le=1024),
+        help_text("CPU threads of the forward pass, over all ranks; 0 takes one per core."),
     ] = 0
     idle_check_seconds: Annotated[
         Seconds, help_text("How often an idle node proves that it holds no page, slot or transfer.")
@@ -49,5 +56,10 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
 
     @property
     def cpu_threads(self) -> int:
-        """Threads that the forward pass takes."""
+        """Threads that the forward pass takes, over all ranks."""
         return self.threads or len(os.sched_getaffinity(0))
+
+    @property
+    def rank_threads(self) -> int:
+        """Threads that each rank's share of the forward pass takes."""
+        return max(1, self.cpu_threads // self.tp)

@@ -86,10 +86,13 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         """Index, over the whole model, of the first KV head that `rank` holds."""
         return rank * self.kv_heads // self.ranks
 
-    def mismatch(self, other: "KVLayout") -> str | None:
-        """Return why pages cannot travel between the two layouts, naming both sides, or None if they can."""
+    def mismatch(self, other: "KVLayout", *, names: tuple[str, str] = ("one side", "the other")) -> str | None:
+        """Return why pages cannot travel between the two layouts, or None if they can.
+
+        `names` are those of the nodes that have this layout and the other one.
+        """
         for name in ("model", "dtype", "layers", "kv_heads", "head_dim", "page_size", "latent"):
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
-                return f"{name} differs: {mine!r} on one side, {theirs!r} on the other"
+                return f"{name} differs: {mine!r} on {names[0]}, {theirs!r} on {names[1]}"
         return None

@@ -22,26 +22,30 @@ class Piece(NamedTuple):
     """Bytes."""
 
 
-def plan(source: KVLayout, destination: KVLayout) -> list[Piece]:
+def plan(
+    source: KVLayout, destination: KVLayout, *, turn: int = 0, names: tuple[str, str] = ("one side", "the other")
+) -> list[Piece]:
     """Return the pieces that together fill every byte of a page on every destination rank exactly once.
 
-    Where several source ranks hold copies of a head, the copies take turns over the destination ranks, so that all
-    ranks and their NICs share the writes. Raises ValueError if the layouts cannot exchange pages.
+    Where several source ranks hold copies of a head, the copies take turns over the destination ranks, and over
+    transfers by `turn`, which both sides know; so all ranks and their NICs share the writes. How many pieces there are
+    does not depend on it. Raises ValueError, which calls the two sides by `names`, if the layouts
+    cannot exchange pages.
     """
-    why = source.mismatch(destination)
+    why = source.mismatch(destination, names=names)
     if why is not None:
         msg = f"KV pages cannot travel between these nodes: {why}"
         raise ValueError(msg)
-    return [piece for rank in range(destination.ranks) for piece in _pieces_for(rank, source, destination)]
+    return [piece for rank in range(destination.ranks) for piece in _pieces_for(rank, source, destination, turn)]
 
 
-def _pieces_for(rank: int, source: KVLayout, destination: KVLayout) -> list[Piece]:
+def _pieces_for(rank: int, source: KVLayout, destination: KVLayout, turn: int) -> list[Piece]:
     first = destination.first_head(rank)
     last = first + destination.heads_per_rank
     pieces = []
     head = first
     while head < last:
-        holder = _holder(head, rank, source)
+        holder = _holder(head, rank + turn, source)
         holder_first = source.first_head(holder)
         end = min(last, holder_first + source.heads_per_rank)
         pieces.append(
@@ -57,10 +61,10 @@ def _pieces_for(rank: int, source: KVLayout, destination: KVLayout) -> list[Piec
     return pieces
 
 
-def _holder(head: int, destination_rank: int, source: KVLayout) -> int:
-    """Source rank that sends `head` to `destination_rank`: the replicas of a head take turns."""
+def _holder(head: int, turn: int, source: KVLayout) -> int:
+    """Source rank that sends `head` at its `turn`: the replicas of a head take turns."""
     first_holder = head * source.ranks // source.kv_heads
-    return first_holder + destination_rank % source.replicas
+    return first_holder + turn % source.replicas
 
 
 def arrivals_per_page(pieces: list[Piece], destination_rank: int) -> int:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import redis
+from forge import Forge
 
 START_SECONDS = 90
 STOP_SECONDS = 40
@@ -44,10 +45,15 @@ class Node:
     environ: dict[str, str]
     http_port: int = field(default_factory=free_port)
     process: subprocess.Popen | None = None
+    forge: Forge | None = None
+    """Starts the process, if not Popen does."""
 
     def start(self):
-        command = [sys.executable, "-m", f"kvferry_{self.role}", "--node-id", self.name]
-        command += ["--http-port", str(self.http_port), *self.flags]
+        flags = ["--node-id", self.name, "--http-port", str(self.http_port), *self.flags]
+        if self.forge is not None:
+            self.process = self.forge.start(self.role, flags, self.log, self.environ)
+            return
+        command = [sys.executable, "-m", f"kvferry_{self.role}", *flags]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environ)
 
@@ -118,7 +124,18 @@ class Cluster:
     """A router, prefillers, decoders. Use as a context manager: leaving it stops everything, and checks that it can."""
 
     def __init__(
-        self, folder, model, *, prefillers=1, decoders=1, common=(), worker=(), prefiller=(), decoder=(), router=()
+        self,
+        folder,
+        model,
+        *,
+        prefillers=1,
+        decoders=1,
+        common=(),
+        worker=(),
+        prefiller=(),
+        decoder=(),
+        router=(),
+        forge=None,
     ):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -136,7 +153,10 @@ class Cluster:
         names = [("router", "router")]
         names += [(f"prefiller{i}", "prefiller") for i in range(prefillers)]
         names += [(f"decoder{i}", "decoder") for i in range(decoders)]
-        self.nodes = {name: Node(name, role, flags[role], self.folder / f"{name}.log", environ) for name, role in names}
+        self.nodes = {
+            name: Node(name, role, flags[role], self.folder / f"{name}.log", environ, forge=forge)
+            for name, role in names
+        }
 
     @property
     def redis_url(self):

@@ -11,7 +11,7 @@ ALICE, BOB = (Peer(ref=NodeRef(name, 1), endpoint="tcp://127.0.0.1:1") for name 
 
 
 class FakeFabric:
-    """Counts armed slots and open registrations, as the engine does."""
+    """Counts armed slots and open registrations, of two ranks' pools, as the engine does."""
 
     def __init__(self):
         self.armed = set()
@@ -26,9 +26,9 @@ class FakeFabric:
         self.armed.remove((slot, generation))
 
     def register(self):
-        region = FakeRegion(self)
-        self.regions.append(region)
-        return region
+        both = [FakeRegion(self), FakeRegion(self)]
+        self.regions += both
+        return both
 
 
 class FakeRegion:
@@ -93,10 +93,12 @@ def test_a_lost_prefillers_pages_are_free_when_its_key_is_closed(receiver, alloc
     pages = allocator.allocate(5)
     lost = receiver.expect("a", ALICE, 8)
     receiver.abandon(lost, pages)
-    old = receiver.memory
+    old = lost.key.regions
     receiver.revoke([lost])
-    assert receiver.memory is not old
-    assert fabric.regions == [receiver.memory]
+    assert len(fabric.regions) == 2
+    assert not set(fabric.regions) & set(old)
+    assert receiver.expect("b", BOB, 8).key.regions == fabric.regions
+    receiver.arrived(receiver.transfers[0])
     assert (allocator.quarantined_pages, receiver.slots.held) == (0, 0)
 
 
@@ -105,12 +107,12 @@ def test_a_lost_prefillers_key_stays_while_a_healthy_transfer_uses_it(receiver, 
     lost, healthy = receiver.expect("a", ALICE, 8), receiver.expect("b", BOB, 8)
     receiver.abandon(lost, lost_pages)
     receiver.revoke([lost])
-    assert len(fabric.regions) == 2
+    assert len(fabric.regions) == 4
     assert allocator.quarantined_pages == 5
     later = receiver.expect("c", BOB, 8)
     assert later.key is not healthy.key
     receiver.arrived(healthy)
-    assert len(fabric.regions) == 1
+    assert len(fabric.regions) == 2
     assert allocator.quarantined_pages == 0
     receiver.arrived(later)
     assert receiver.slots.held == 0
@@ -123,4 +125,4 @@ def test_two_prefillers_lost_one_after_the_other(receiver, allocator, fabric):
     receiver.revoke([first])
     receiver.abandon(second, second_pages)
     receiver.revoke([second])
-    assert (allocator.quarantined_pages, receiver.slots.held, len(fabric.regions)) == (0, 0, 1)
+    assert (allocator.quarantined_pages, receiver.slots.held, len(fabric.regions)) == (0, 0, 2)

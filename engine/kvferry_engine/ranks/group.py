@@ -10,6 +10,7 @@ from torch.distributed.distributed_c10d import Store
 GROUP_SECONDS = 60.0
 """How long a rank waits for the others, when they meet and in every step after that."""
 _LOOPBACK = "127.0.0.1"
+_c10d: Any = distributed  # has more than its type stubs know
 
 
 class GlooGroup:
@@ -21,7 +22,7 @@ class GlooGroup:
     def __init__(self, store: Store, rank: int, ranks: int, *, seconds: float = GROUP_SECONDS) -> None:
         """Meet the others through `store`, which nobody else may write to. Raises RuntimeError if they don't come."""
         store.set_timeout(timedelta(seconds=seconds))
-        gloo: Any = distributed.ProcessGroupGloo  # more than its type stubs know
+        gloo = _c10d.ProcessGroupGloo
         options = gloo._Options()  # noqa: SLF001  # how torch itself makes a group of devices
         options._devices = [gloo.create_device(hostname=_LOOPBACK)]  # noqa: SLF001
         options._timeout = timedelta(seconds=seconds)  # noqa: SLF001
@@ -36,8 +37,13 @@ class GlooGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return x of all ranks, [ranks, *x.shape], on rank 0, None elsewhere. Raises RuntimeError as all_reduce."""
         if self._rank:
-            self._gloo.gather([], [x], distributed.GatherOptions()).wait()
+            self._gloo.gather([], [x], _c10d.GatherOptions()).wait()
             return None
         shares = x.new_empty((self._ranks, *x.shape))
-        self._gloo.gather([list(shares)], [x], distributed.GatherOptions()).wait()
+        self._gloo.gather([list(shares)], [x], _c10d.GatherOptions()).wait()
         return shares
+
+
+def join(store: int, rank: int, ranks: int) -> GlooGroup:
+    """Meet the others in the file that all have open as `store`; it stays in use as long as the group."""
+    return GlooGroup(_c10d.FileStore(f"/proc/self/fd/{store}", ranks), rank, ranks)

@@ -1,5 +1,6 @@
 """`kvferry decoder`: run one decoder."""
 
+from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_node.logs import setup_logging
 from kvferry_node.options import settings_command
 from kvferry_node.service import run
@@ -15,4 +16,5 @@ def command(settings: DecoderSettings) -> None:
     """Run one decoder until SIGTERM or Ctrl-C."""
     ref = node_ref(settings, Role.DECODER)
     setup_logging(settings.log_level, settings.log_format, ref, Role.DECODER)
-    run(DecoderNode(settings, ref).main)
+    with RankProcesses.fork(settings) as ranks:
+        run(DecoderNode(settings, ref, ranks).main)

@@ -17,7 +17,7 @@ from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Refused
 from kvferry_proto.nodes import NodeRef, Peer
-from kvferry_proto.shards import plan
+from kvferry_proto.shards import Piece, plan
 from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
 from kvferry_proto.to_prefiller import CancelPrefill, Prefill
@@ -32,6 +32,8 @@ class Incoming:
 
     request: Request
     transfer: Transfer
+    pieces: list[Piece]
+    """The shard plan: what arrives for each page of each layer."""
     deadline: int
     """Monotonic ns."""
     arrived: bool = False
@@ -47,6 +49,7 @@ class Intake:
         receiver: Receiver,
         post: Post,
         *,
+        name: str,
         transfer_seconds: float,
         retry_seconds: float,
         on_ready: Callable[[Incoming], None],
@@ -56,6 +59,7 @@ class Intake:
         self._worker = worker
         self._receiver = receiver
         self._post = post
+        self._name = name
         self._deadline_ns = int(transfer_seconds * 1e9)
         self._retry_ns = int(retry_seconds * 1e9)
         self._on_ready = on_ready
@@ -74,25 +78,27 @@ class Intake:
         peer = request.prefiller
         assert peer is not None
         try:
-            arrivals = self._arrivals(request, peer)
+            arrivals = len(self._pieces(peer))
         except ValueError as error:
             self._on_failure(request, self._error(ErrorCode.LAYOUT_MISMATCH, str(error), Phase.ASSIGN, peer))
             return
-        transfer = self._receiver.expect(request.id, peer, arrivals)
-        self._incoming[request.id] = Incoming(request, transfer, now() + self._deadline_ns)
+        layout = self._worker.layout
+        pages = layout.pages_for(len(request.tokens) - 1)
+        transfer = self._receiver.expect(request.id, peer, pages * layout.layers * arrivals)
+        pieces = self._pieces(peer, transfer.slot.number)
+        self._incoming[request.id] = Incoming(request, transfer, pieces, now() + self._deadline_ns)
         try:
             self._post.to(peer).send(self._prefill(request, transfer))
         except (ChannelError, ValueError) as error:
             # Nothing left this node, so nothing can be written: no quarantine.
             self.fail(request, self._error(ErrorCode.NODE_LOST, str(error), Phase.PREFILL, peer), told=False)
 
-    def _arrivals(self, request: Request, peer: Peer) -> int:
+    def _pieces(self, peer: Peer, turn: int = 0) -> list[Piece]:
         if peer.layout is None:
             msg = f"prefiller {peer.ref} does not say how its KV cache is laid out"
             raise ValueError(msg)
-        layout = self._worker.layout
-        pages = layout.pages_for(len(request.tokens) - 1)
-        return pages * layout.layers * len(plan(peer.layout, layout))
+        names = f"prefiller {peer.ref.id}", f"decoder {self._name}"
+        return plan(peer.layout, self._worker.layout, turn=turn, names=names)
 
     def _prefill(self, request: Request, transfer: Transfer) -> Prefill:
         layout = self._worker.layout
@@ -104,7 +110,7 @@ class Intake:
             slot=transfer.slot.number,
             generation=transfer.slot.generation,
             layout=layout,
-            memory=[transfer.key.region.descriptor],
+            memory=[region.descriptor for region in transfer.key.regions],
             checksums=self._worker.settings.verify_kv,
         )
 

@@ -1,6 +1,7 @@
 """A decoder node, assembled."""
 
 import msgspec
+from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_node import WorkerNode
 from kvferry_node.channels import Post
@@ -17,8 +18,8 @@ class DecoderNode(WorkerNode):
     role = Role.DECODER
     inbox_kind = FromRouter
 
-    def __init__(self, settings: DecoderSettings, ref: NodeRef) -> None:
-        super().__init__(settings, ref)
+    def __init__(self, settings: DecoderSettings, ref: NodeRef, ranks: RankProcesses | None = None) -> None:
+        super().__init__(settings, ref, ranks)
         self._own = settings
 
     def build(self, worker: Worker) -> DecoderService:

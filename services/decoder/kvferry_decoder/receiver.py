@@ -14,7 +14,7 @@ the last healthy transfer that uses it is over.
 """
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry_engine.allocator import PageAllocator
@@ -43,9 +43,9 @@ TRANSFER_MOVES = {
 
 @dataclass(eq=False)
 class MemoryKey:
-    """One registration of the pool, and the transfers whose prefillers know its key."""
+    """One registration of every rank's pool, and the transfers whose prefillers know its keys."""
 
-    region: RegionHandle
+    regions: Sequence[RegionHandle]
     transfers: set["Transfer"] = field(default_factory=set)
     revoked: bool = False
     """A lost prefiller knows it: no new transfer uses it, and it is closed as soon as no healthy one does."""
@@ -87,7 +87,11 @@ class Receiver:
     """Owns slots, memory keys and the quarantine of a decoder."""
 
     def __init__(
-        self, fabric: Fabric, register: Callable[[], RegionHandle], allocator: PageAllocator, slots: SlotPool
+        self,
+        fabric: Fabric,
+        register: Callable[[], Sequence[RegionHandle]],
+        allocator: PageAllocator,
+        slots: SlotPool,
     ) -> None:
         self._fabric = fabric
         self._register = register
@@ -148,11 +152,6 @@ class Receiver:
             self._key = MemoryKey(self._register())
         self._close_revoked()
 
-    @property
-    def memory(self) -> RegionHandle:
-        """What a prefiller that is told now may write to."""
-        return self._key.region
-
     def _release(self, transfer: Transfer) -> None:
         transfer.machine.move(TransferState.OVER)
         if transfer.quarantined_pages:
@@ -166,6 +165,7 @@ class Receiver:
     def _close_revoked(self) -> None:
         for key in [key for key in self._revoked if all(transfer.lost for transfer in key.transfers)]:
             self._revoked.remove(key)
-            key.region.close()
+            for region in key.regions:
+                region.close()
             for transfer in list(key.transfers):
                 self._release(transfer)

@@ -69,6 +69,7 @@ class DecoderService:
             self._worker,
             self.receiver,
             post,
+            name=self._ref.id,
             transfer_seconds=self._settings.transfer_seconds,
             retry_seconds=self._settings.cancel_retry_seconds,
             on_ready=self._on_ready,
@@ -282,10 +283,10 @@ class DecoderService:
             "in_flight_writes": stats.in_flight_writes,
         }
 
-    def fail_rest(self) -> None:
-        """Give up what has not ended when the time to drain is over; routers go on elsewhere."""
+    def fail_rest(self, code: ErrorCode, why: str) -> None:
+        """Give up what has not ended: the time to drain is over, or a rank is lost. Routers go on elsewhere."""
         for request in list(self._requests.values()):
-            self._fail(request, self._error(ErrorCode.DRAINING, "this decoder was shut down", Phase.DECODE))
+            self._fail(request, self._error(code, f"this decoder was shut down: {why}", Phase.DECODE))
 
     def close(self) -> None:
         """Stop listening to the fabric and close the channels; memory keys go with the fabric."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.batch import SequenceSlice
 from kvferry_engine.sampler import Sampled, SamplingBatch, SamplingRow, sample
 from kvferry_engine.worker import Worker
 from kvferry_proto.to_router import TokenLogprobs
@@ -35,8 +35,7 @@ def plan(slices: list[StepSlice]) -> StepPlan:
 
 def run(worker: Worker, inputs: StepPlan) -> Drawn:
     """Compute the step, in the forward thread."""
-    batch = ForwardBatch.build(inputs.slices, page_size=worker.layout.page_size)
-    logits = worker.model.forward(batch, worker.pool)
+    logits = worker.forward(inputs.slices)
     if logits is None:
         return Drawn([], [])
     sampled = sample(logits, SamplingBatch.build(inputs.rows))

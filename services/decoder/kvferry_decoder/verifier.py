@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from kvferry_engine.checksums import first_difference
+from kvferry_engine.checksums import first_difference, written
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_proto.ints import Int32s
@@ -46,7 +46,7 @@ class Verifier:
     async def _check(self, incoming: Incoming) -> None:
         request, theirs = incoming.request, incoming.checksums or Int32s()
         pages = request.pages[: self._worker.layout.pages_for(len(request.tokens) - 1)]
-        mine = await self._worker.checksums(pages)
+        mine = await self._worker.checksums(pages, written(incoming.pieces))
         if request.state is not State.RECEIVING:
             return
         difference = first_difference(mine, theirs, len(pages))

@@ -29,10 +29,9 @@ def settings_command(struct: type[S], role: str) -> Callable[[Callable[[S], None
     def decorate(function: Callable[[S], None]) -> click.Command:
         def callback(config: str | None, **flags: object) -> None:
             try:
-                settings = load_settings(struct, role, flags, os.environ, config)
+                function(load_settings(struct, role, flags, os.environ, config))
             except SettingsError as error:
                 raise click.UsageError(str(error)) from None
-            function(settings)
 
         config = click.Option(
             ["--config"],

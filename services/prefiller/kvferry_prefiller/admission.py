@@ -8,10 +8,12 @@ from kvferry_proto.to_prefiller import Prefill
 from kvferry_prefiller.scheduler import Scheduler
 
 
-def why_not(order: Prefill, worker: Worker, scheduler: Scheduler, ref: NodeRef) -> RequestError | None:
-    """Return why the request can't be taken, or None."""
+def why_not(
+    order: Prefill, worker: Worker, scheduler: Scheduler, *, ref: NodeRef, decoder: NodeRef
+) -> RequestError | None:
+    """Return why this prefiller, `ref`, can't take the request, or None."""
     for code, text in (
-        (ErrorCode.LAYOUT_MISMATCH, _layouts(order, worker)),
+        (ErrorCode.LAYOUT_MISMATCH, _layouts(order, worker, decoder, ref)),
         (ErrorCode.BAD_REQUEST, _shape(order, worker)),
         (ErrorCode.PROMPT_TOO_LONG, _size(order, worker, scheduler)),
         (ErrorCode.OVERLOADED, None if scheduler.can_add() else "this prefiller's queue is full"),
@@ -21,10 +23,10 @@ def why_not(order: Prefill, worker: Worker, scheduler: Scheduler, ref: NodeRef) 
     return None
 
 
-def _layouts(order: Prefill, worker: Worker) -> str | None:
-    why = worker.layout.mismatch(order.layout)
+def _layouts(order: Prefill, worker: Worker, decoder: NodeRef, ref: NodeRef) -> str | None:
+    why = worker.layout.mismatch(order.layout, names=(f"prefiller {ref.id}", f"decoder {decoder.id}"))
     if why is not None:
-        return f"the decoder's KV layout and this prefiller's do not fit: {why}"
+        return f"KV pages cannot travel between these nodes: {why}"
     providers = {memory.provider for memory in order.memory} | {worker.fabric.provider}
     if len(providers) > 1:
         return f"one fabric provider is needed on both sides, found {sorted(providers)}"

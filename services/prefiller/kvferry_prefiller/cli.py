@@ -1,5 +1,6 @@
 """`kvferry prefiller`: run one prefiller."""
 
+from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_node.logs import setup_logging
 from kvferry_node.options import settings_command
 from kvferry_node.service import run
@@ -15,4 +16,5 @@ def command(settings: PrefillerSettings) -> None:
     """Run one prefiller until SIGTERM or Ctrl-C."""
     ref = node_ref(settings, Role.PREFILLER)
     setup_logging(settings.log_level, settings.log_format, ref, Role.PREFILLER)
-    run(PrefillerNode(settings, ref).main)
+    with RankProcesses.fork(settings) as ranks:
+        run(PrefillerNode(settings, ref, ranks).main)

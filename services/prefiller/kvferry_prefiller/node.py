@@ -1,5 +1,6 @@
 """A prefiller node, assembled."""
 
+from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_node import WorkerNode
 from kvferry_proto.nodes import NodeRecord, NodeRef, Role
@@ -15,8 +16,8 @@ class PrefillerNode(WorkerNode):
     role = Role.PREFILLER
     inbox_kind = ToPrefiller
 
-    def __init__(self, settings: PrefillerSettings, ref: NodeRef) -> None:
-        super().__init__(settings, ref)
+    def __init__(self, settings: PrefillerSettings, ref: NodeRef, ranks: RankProcesses | None = None) -> None:
+        super().__init__(settings, ref, ranks)
         self._own = settings
 
     def build(self, worker: Worker) -> PrefillerService:

@@ -4,7 +4,7 @@ import asyncio
 import functools
 from collections.abc import Callable
 
-from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.batch import SequenceSlice
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_fabric import FabricError
@@ -103,5 +103,4 @@ def _sequence(chunk: Chunk) -> SequenceSlice:
 
 
 def _forward(worker: Worker, inputs: list[SequenceSlice]) -> None:
-    batch = ForwardBatch.build(inputs, page_size=worker.layout.page_size)
-    worker.model.forward(batch, worker.pool, worker.on_layer)
+    worker.forward(inputs, worker.on_layer)

@@ -1,8 +1,8 @@
 """The messenger's sending half: registers what a forward pass is about to compute, so that it leaves layer by layer.
 
-Before a pass, every chunk in it becomes one transfer per piece of the shard plan: runs of (source page, destination
-page, count), the same for every layer. The fabric's thread posts a layer's writes when the model's counter says that
-the layer is done; no Python runs in between.
+Before a pass, every chunk in it becomes one transfer per piece of the shard plan, each out of the pool of the rank that
+holds it: runs of (source page, destination page, count), the same for every layer. The fabric's thread posts a layer's
+writes when the model's counter says that the layer is done; no Python runs in between.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ class Sender:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._region = worker.register()
+        self._regions = worker.register()
         self._by_transfer: dict[int, Request] = {}
 
     @property
@@ -62,7 +62,7 @@ class Sender:
             counter=self._worker.counter,
             first_value=first_value,
             layers=order.layout.layers,
-            region=self._region,
+            region=self._regions[piece.source_rank],
             peer=request.peers[piece.destination_rank],
             remote=remote,
             slot=order.slot,

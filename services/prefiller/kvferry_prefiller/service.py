@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from kvferry_engine.checksums import sent
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_fabric import Event, EventKind, FabricError
@@ -81,7 +82,7 @@ class PrefillerService:
             self._metrics.ended.labels("refused").inc()
             self._tell(origin, _failed(order, error))
             return
-        request = Request(order, origin, plan(self._worker.layout, order.layout))
+        request = Request(order, origin, plan(self._worker.layout, order.layout, turn=order.slot))
         request.timeline.received = now()
         try:
             self._sender.connect(request)
@@ -99,7 +100,7 @@ class PrefillerService:
             return self._error(ErrorCode.BAD_REQUEST, f"request id {order.request_id} is in use here")
         if self.draining:
             return self._error(ErrorCode.DRAINING, "this prefiller is shutting down")
-        return why_not(order, self._worker, self.scheduler, self._ref)
+        return why_not(order, self._worker, self.scheduler, ref=self._ref, decoder=origin.sender)
 
     def _error(self, code: ErrorCode, text: str, phase: Phase = Phase.PREFILL) -> RequestError:
         return RequestError(code=code, message=text, phase=phase, node=self._ref.id)
@@ -167,7 +168,7 @@ class PrefillerService:
         task.add_done_callback(self._reports.discard)
 
     async def _checksum(self, request: Request) -> None:
-        self._release(request, await self._worker.checksums(request.pages))
+        self._release(request, await self._worker.checksums(request.pages, sent(request.pieces)))
 
     def _release(self, request: Request, checksums: Int32s) -> None:
         stopped = request.state is State.STOPPING
@@ -248,10 +249,10 @@ class PrefillerService:
             "peers": stats.peers,
         }
 
-    def fail_rest(self) -> None:
-        """Give up what has not ended when the time to drain is over; decoders turn elsewhere."""
+    def fail_rest(self, code: ErrorCode, why: str) -> None:
+        """Give up what has not ended: the time to drain is over, or a rank is lost. Decoders turn elsewhere."""
         for request in list(self._requests.values()):
-            self._stop(request, self._error(ErrorCode.DRAINING, "this prefiller was shut down"))
+            self._stop(request, self._error(code, f"this prefiller was shut down: {why}"))
 
     def close(self) -> None:
         """Stop listening to the fabric."""

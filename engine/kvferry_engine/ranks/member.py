@@ -1,0 +1,56 @@
+"""The life of a rank that is not the lead: its slice of the weights, its pool, and the steps it is told to compute."""
+
+import ctypes
+import os
+import signal
+import socket
+from pathlib import Path
+
+import torch
+from kvferry_node.logs import get_logger
+
+from kvferry_engine.batch import ForwardBatch
+from kvferry_engine.kv_pool import KVPool, enough_pages
+from kvferry_engine.ranks import steps
+from kvferry_engine.ranks.group import join
+from kvferry_engine.shard import Shard
+from kvferry_engine.weights import load_model
+from kvferry_engine.worker_settings import WorkerSettings
+
+_PR_SET_PDEATHSIG = 1
+
+
+def tether(parent: int) -> None:
+    """Die with the process `parent`, however it ends, and leave to it what the signals mean that all are sent.
+
+    `kvferry up` and terminals signal whole process groups; a rank that obeyed would end while its lead still drains.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The lead may have died before the wish was known.
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def live(settings: WorkerSettings, rank: int, connection: socket.socket, store: int) -> int:
+    """Serve the lead at the other end of `connection` until it closes; returns the exit status."""
+    log = get_logger(rank=rank)
+    try:
+        _serve(settings, rank, connection, store)
+    except Exception as error:  # the last stop: it becomes a log line, and the lead sees the end
+        log.critical("a rank has failed", exc_info=error)
+        return 1
+    return 0
+
+
+def _serve(settings: WorkerSettings, rank: int, connection: socket.socket, store: int) -> None:
+    torch.set_num_threads(settings.rank_threads)
+    shard = Shard(rank, settings.tp, join(store, rank, settings.tp))
+    model = load_model(Path(settings.model), settings.dtype, shard=shard)
+    layout = model.kv_layout(settings.page_size)
+    with KVPool(layout, enough_pages(layout, settings.kv_memory), huge=settings.huge_pages) as pool:
+        pool.shared.send(connection)
+        while (step := steps.receive(connection)) is not None:
+            batch = ForwardBatch.build(step.slices, page_size=layout.page_size)
+            model.forward(batch, pool, logits=step.logits)

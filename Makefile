@@ -5,11 +5,12 @@
 # make bench-fabric     the fabric against plain libfabric: JSON lines; ARGS="--providers tcp --parts stream"
 # make bench-peers      the fabric beside NIXL and Mooncake on the same pages; ARGS="--systems ours-tcp,nixl-tcp --sizes 65536"
 # make bench-engine     the engine against the machine's limits and the reference: JSON lines; ARGS="--decode 1,8"
+# make bench-mixed      prefill and decode on nodes of their own, against both on every node; plot in build/bench_mixed.png
 # make clean            remove what was built; the environment too with `make distclean`
 #
 # TORCH="torch==2.13.0" chooses another build of PyTorch, PYTHON=python3.12 another interpreter.
 
-.PHONY: help serve test check bench bench-fabric bench-peers bench-engine setup setup-serve clean distclean
+.PHONY: help serve test check bench bench-fabric bench-peers bench-engine bench-mixed setup setup-serve clean distclean
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -51,6 +52,10 @@ bench-peers: setup
 
 bench-engine: setup
 	@$(BIN)/python bench/bench_engine.py $(ARGS)
+
+bench-mixed: setup
+	@$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[bench]"
+	@$(BIN)/python bench/bench_mixed.py --plot build/bench_mixed.png $(ARGS)
 
 clean:
 	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c engine/kvferry_engine/_few_rows.c

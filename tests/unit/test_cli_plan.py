@@ -4,11 +4,14 @@ import importlib
 import importlib.util
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import click
+import click.testing
 import httpx
 import pytest
+from kvferry.cli.up import command as up
 from kvferry.cli.up.plan import ClusterOptions, command_line, http_probe, http_url, service_specs
 from kvferry.cli.up.ports import is_free, pick
 from kvferry.cli.up.redis import ping, redis_spec, socket_url
@@ -16,6 +19,9 @@ from kvferry.cli.up.run import plan
 from kvferry.cli.up.spec import Stage
 from kvferry.cli.up.supervisor import Supervisor
 from kvferry.cli.up.workspace import sweep, workspace
+from kvferry_decoder.node import DecoderNode
+from kvferry_decoder.settings import DecoderSettings
+from kvferry_proto.nodes import NodeRecord, NodeRef, Role
 
 OPTIONS = ClusterOptions(
     model=Path("/m"),
@@ -54,6 +60,32 @@ def test_every_flag_is_one_that_the_service_knows(role):
     else:
         assert (flags["dtype"], flags["page_size"], flags["kv_memory"]) == ("float32", "16", "64MiB")
     assert flags["fault"] == ("delay-write-ms=5" if role == "prefiller" else None)
+
+
+def test_mixed_decoders_prefill_in_chunks_and_have_no_prefillers():
+    options = replace(OPTIONS, prefillers=0, mixed=True)
+    specs = service_specs(options, "redis://h/0", [1, 2, 3], httpx.AsyncClient(verify=False))
+    assert [spec.name for spec in specs] == ["router", "decoder-1", "decoder-2", "decoder-3"]
+    line = specs[1].argv
+    assert "--mixed" in line
+    assert line[line.index("--prefill-budget") + 1] == "256"
+
+
+def test_mixed_with_prefillers_is_refused():
+    result = click.testing.CliRunner().invoke(up.command, ["--mixed", "--prefillers", "1"])
+    assert result.exit_code == 2
+    assert "--mixed has no prefillers" in result.output
+
+
+def test_a_mixed_decoder_says_that_it_prefills_whatever_fits():
+    def published(**own):
+        node = object.__new__(DecoderNode)
+        node._own = DecoderSettings(model="/m", **own)
+        ref = NodeRef("d", 1)
+        return node.describe(NodeRecord(ref=ref, role=Role.DECODER, endpoint="tcp://h:1", max_context=4096))
+
+    assert published(mixed=True).local_prefill_tokens == 4096
+    assert published(local_prefill_tokens=7).local_prefill_tokens == 7
 
 
 def test_there_is_a_child_per_service_and_the_redis_url_is_no_argument():

@@ -29,7 +29,6 @@ class DecoderNode(WorkerNode):
         return service
 
     def describe(self, record: NodeRecord) -> NodeRecord:
-        """Say how much it takes."""
-        return msgspec.structs.replace(
-            record, max_running=self._own.max_running, local_prefill_tokens=self._own.local_prefill_tokens
-        )
+        """Say how much it takes. A mixed node prefills whatever fits into a request."""
+        local = record.max_context if self._own.mixed else self._own.local_prefill_tokens
+        return msgspec.structs.replace(record, max_running=self._own.max_running, local_prefill_tokens=local)

@@ -20,6 +20,10 @@ class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
         msgspec.Meta(ge=0),
         help_text("Prompts with at most so many tokens to prefill are prefilled here, not by a prefiller."),
     ] = 32
+    mixed: Annotated[
+        bool,
+        help_text("Prefill every prompt here, in chunks of --prefill-budget tokens beside the decoding requests."),
+    ] = False
     prefill_budget: Annotated[
         Count, help_text("Prompt tokens that a decode step may prefill beside its decoding requests.")
     ] = 128

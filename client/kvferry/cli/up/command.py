@@ -29,7 +29,13 @@ def _log_dir(port: int) -> Path:
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Model folder in Hugging Face form. Without it the default model is prepared and used.",
 )
-@click.option("--prefillers", type=click.IntRange(min=0), default=1, help="How many prefillers.")
+@click.option(
+    "--prefillers",
+    type=click.IntRange(min=0),
+    default=None,
+    show_default="1, with --mixed 0",
+    help="How many prefillers.",
+)
 @click.option("--decoders", type=click.IntRange(min=1), default=2, help="How many decoders.")
 @click.option("--host", default="127.0.0.1", help="Address to serve at. Keep it private: there is no authentication.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, help="Port of the OpenAI HTTP API.")
@@ -49,6 +55,12 @@ def _log_dir(port: int) -> Path:
     type=click.IntRange(min=0),
     default=None,
     help="Prompts with at most so many tokens are prefilled by the decoder itself. [default: the decoder's own]",
+)
+@click.option(
+    "--mixed",
+    is_flag=True,
+    help="No prefillers: every decoder prefills its own prompts, in chunks of --chunk-size beside its decoding "
+    "requests. The baseline that disaggregation is compared with.",
 )
 @click.option(
     "--threads",
@@ -93,6 +105,7 @@ def command(ctx: click.Context, /, **given: object) -> None:
     Environment variables: KVFERRY_UP_<OPTION> for every option, REDIS_URL.
     """
     console = Console(highlight=False)
+    given["prefillers"] = _prefillers(given["prefillers"], mixed=bool(given["mixed"]))
     model = given.pop("model") or prepare(None, console)
     extra = {role: list(given.pop(f"{role}_arg")) for role in ROLES}  # type: ignore[call-overload]  # a tuple of texts
     faults = {role: str(fault) for role in ROLES if (fault := given.pop(f"fault_{role}"))}
@@ -101,3 +114,11 @@ def command(ctx: click.Context, /, **given: object) -> None:
     cluster = ClusterOptions(model=model, extra=extra, faults=faults, **given)  # type: ignore[arg-type]  # click checked
     options = RunOptions(cluster=cluster, log_dir=log_dir, **running)  # type: ignore[arg-type]
     ctx.exit(asyncio.run(run(options, console)))
+
+
+def _prefillers(asked: object, *, mixed: bool) -> int:
+    """How many prefillers to start. Raises UsageError where they would have nothing to do."""
+    if mixed and asked:
+        msg = f"--mixed has no prefillers, and --prefillers {asked} asks for some"
+        raise click.UsageError(msg)
+    return int(str(asked)) if asked is not None else int(not mixed)

@@ -30,6 +30,8 @@ class ClusterOptions:
     chunk_size: int | None = None
     kv_memory: str | None = None
     local_prefill_tokens: int | None = None
+    mixed: bool = False
+    """Decoders prefill by themselves, and there are no prefillers."""
     verify_kv: bool = False
     log_level: str = "info"
     drain_seconds: float = 30.0
@@ -52,7 +54,7 @@ WORKER = ("provider", "dtype", "page_size", "kv_memory", "threads")
 OWN: dict[str, tuple[str, ...]] = {
     "router": ("zmq_port",),
     "prefiller": (*WORKER, "chunk_size"),
-    "decoder": (*WORKER, "local_prefill_tokens", "verify_kv"),
+    "decoder": (*WORKER, "local_prefill_tokens", "mixed", "verify_kv"),
 }
 """Options that each role takes; the flags have the same names."""
 
@@ -89,6 +91,8 @@ def command_line(options: ClusterOptions, role: str, name: str, http_port: int) 
             argv += [flag] if value else []
         elif value is not None:
             argv += [flag, str(value)]
+    if role == "decoder" and options.mixed and options.chunk_size is not None:
+        argv += ["--prefill-budget", str(options.chunk_size)]
     if role in options.faults:
         argv += ["--fault", options.faults[role]]
     return argv + options.extra.get(role, [])

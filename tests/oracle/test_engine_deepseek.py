@@ -105,6 +105,20 @@ def test_a_prompt_long_enough_to_be_expanded_by_itself(tiny):
         close(runner.step(sequence.next(count))[0], expected[sequence.done - 1])
 
 
+def test_bfloat16_is_close(tmp_path):
+    """Without experts, among which near ties would go either way."""
+    reference = build(first_k_dense_replace=3)
+    save(reference, tmp_path)
+    tokens = tokens_of(2 * latent_cpu.EXPANDED_TOKENS)
+    expected = reference_logits(reference, tokens)
+    runner = Runner(load_model(tmp_path, "bfloat16"), pages=30)
+    sequence = runner.sequence(tokens)
+    for count in (100, latent_cpu.EXPANDED_TOKENS, 9, 1, 1):
+        ours = runner.step(sequence.next(count))[0]
+        wanted = expected[sequence.done - 1]
+        assert (ours - wanted).norm() < 0.1 * wanted.norm()
+
+
 @pytest.mark.parametrize(
     "fields",
     [

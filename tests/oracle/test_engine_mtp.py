@@ -1,11 +1,14 @@
 """The layer that drafts (MTP) against the reference's, from the prompt's prefill to a second guess, in float32."""
 
+import time
+
 import pytest
 import torch
 from engine_runner import Runner, close, tokens_of
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.errors import BatchError, ModelError
 from kvferry_engine.weights import load_model
+from rank_threads import RankThreads
 from safetensors.torch import load_file, save_file
 from tiny_deepseek import build, build_drafter, save
 from transformers.cache_utils import MtpCache
@@ -116,6 +119,38 @@ def test_a_batch_drafts_as_each_alone(both):
     logits = model.score(runner.draft(hidden, *slices))
     for row, (prompt, token) in enumerate(zip(prompts, drawn, strict=True)):
         close(logits[row], reference_drafts(reference, drafter, [*prompt, token], [])[0])
+
+
+def test_ranks_draft_together(folder, both, monkeypatch):
+    """Before the lead says that the drafting layer is done, the slowest rank has written what it keeps."""
+    _, reference, drafter = both
+    tokens = tokens_of(31)
+    together = RankThreads(folder, 2, page_size=8, pages=14)
+    try:
+        lead, late = together.runners
+        keep, seen = late.model.drafter.keep, []
+        monkeypatch.setattr(late.model.drafter, "keep", lambda *inputs: (time.sleep(0.3), keep(*inputs)))
+        sequence = together.sequence(tokens[:30], room=1)
+
+        def on_layer(layer):
+            seen.append(late.pool.tensor[layer, sequence.pages].flatten(0, 3)[:18].clone())
+
+        def run(runner, start, stop, following=None, on_layer=None):
+            piece = SequenceSlice(tokens[start:stop], start, sequence.pages, True, following)
+            batch = ForwardBatch.build([piece], page_size=8)
+            return runner.model.hidden_states(batch, runner.pool, torch.arange(stop - start), on_layer)
+
+        together.each(lambda runner: run(runner, 0, 18, tokens[18], on_layer if runner is lead else None))
+        close(seen[3], lead.pool.tensor[3, sequence.pages].flatten(0, 3)[:18])
+        hidden = together.each(lambda runner: run(runner, 18, 30))
+        pairs = ForwardBatch.build([SequenceSlice(tokens[19:31], 18, sequence.pages)], page_size=8)
+        drafts = together.each(lambda runner: runner.model.draft(pairs, hidden[0], runner.pool))
+        close(drafts[0], drafts[1])
+        logits = together.each(lambda runner: runner.model.score(drafts[0]))
+        assert logits[1] is None
+        close(logits[0][0], reference_drafts(reference, drafter, tokens, [])[0])
+    finally:
+        together.close()
 
 
 def test_hidden_states_of_any_rows_are_the_references(both):

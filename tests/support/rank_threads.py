@@ -27,9 +27,13 @@ class RankThreads:
 
     def step(self, *slices, **options):
         """Logits of the first rank; the others must have none."""
-        first, *others = self._threads.map(lambda runner: runner.step(*slices, **options), self.runners)
+        first, *others = self.each(lambda runner: runner.step(*slices, **options))
         assert others == [None] * len(others)
         return first
+
+    def each(self, work):
+        """What `work` makes of each rank's runner, all at once."""
+        return list(self._threads.map(work, self.runners))
 
     def close(self):
         self._threads.shutdown()

@@ -18,13 +18,14 @@ from kvferry_proto.shards import plan
 PAGE = 4
 
 slices = st.builds(
-    lambda tokens, start, want, spare: SequenceSlice(
-        tokens, start, list(range(100, 100 + -(-(start + len(tokens)) // PAGE) + spare)), want
+    lambda tokens, start, want, spare, following: SequenceSlice(
+        tokens, start, list(range(100, 100 + -(-(start + len(tokens)) // PAGE) + spare)), want, following
     ),
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=30),
     st.integers(0, 50),
     st.booleans(),
     st.integers(0, 3),
+    st.none() | st.integers(0, 2**31 - 1),
 )
 
 
@@ -39,7 +40,7 @@ def test_a_step_arrives_as_it_was_sent(pieces, logits):
     assert len(step.slices) == len(pieces)
     for got, piece in zip(step.slices, pieces, strict=True):
         needed = -(-(piece.start + len(piece.tokens)) // PAGE)
-        assert (got.start, got.want_logits) == (piece.start, piece.want_logits)
+        assert (got.start, got.want_logits, got.following) == (piece.start, piece.want_logits, piece.following)
         assert got.tokens.tolist() == list(piece.tokens)
         assert got.pages.tolist() == piece.pages[:needed]
 

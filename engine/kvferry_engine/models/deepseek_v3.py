@@ -67,9 +67,15 @@ class DeepseekV3(DecoderModel):
             every = self._finish(x)
             tokens, turn = self._at(further[0])
             self.drafter.keep(tokens, every[further[1]], turn, self.plan(further[0], pool))
+            self._meet()
             hidden = None if rows is None else every[rows]
         on_layer(self.drafter.index)
         return hidden
+
+    def _meet(self) -> None:
+        """Wait until all ranks have come here: no sum over the ranks follows what the drafting layer keeps."""
+        if self.shard.group is not None:
+            self.shard.group.all_reduce(torch.zeros(1, device=self.device))
 
     def _at(self, batch: ForwardBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Embeddings of a batch's tokens, [T, E], and the turn of its positions."""

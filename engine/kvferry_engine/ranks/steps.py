@@ -1,6 +1,6 @@
 """A step's inputs on their way from the lead to the other ranks: one run of int32 numbers for each step.
 
-flags, sequences, then for each sequence: start, tokens, pages, want_logits; then all tokens, then all pages
+flags, sequences, then for each sequence: start, tokens, pages, want_logits, following; then all tokens, then all pages
 """
 
 import socket
@@ -12,7 +12,9 @@ import numpy as np
 from kvferry_engine.batch import SequenceSlice
 
 _LENGTH = struct.Struct("=Q")
-_SHAPE_INTS = 4
+_SHAPE_INTS = 5
+_UNKNOWN = -1
+"""In place of a following token."""
 
 
 class Step(NamedTuple):
@@ -28,7 +30,8 @@ def pack(step: Step, page_size: int) -> bytes:
     shapes, tokens, pages = [], [], []
     for piece in step.slices:
         needed = -(-(piece.start + len(piece.tokens)) // page_size)
-        shapes.append((piece.start, len(piece.tokens), needed, int(piece.want_logits)))
+        following = _UNKNOWN if piece.following is None else piece.following
+        shapes.append((piece.start, len(piece.tokens), needed, int(piece.want_logits), following))
         tokens.append(np.asarray(piece.tokens, dtype=np.int32))
         pages.append(np.asarray(piece.pages[:needed], dtype=np.int32))
     head = np.array([int(step.logits), len(step.slices), *np.ravel(shapes)], dtype=np.int32)
@@ -53,7 +56,13 @@ def _unpack(numbers: np.ndarray) -> Step:
     of_tokens = np.split(tokens, np.cumsum(shapes[:-1, 1]))
     of_pages = np.split(pages, np.cumsum(shapes[:-1, 2]))
     slices = [
-        SequenceSlice(tokens=piece, start=int(shape[0]), pages=table, want_logits=bool(shape[3]))
+        SequenceSlice(
+            tokens=piece,
+            start=int(shape[0]),
+            pages=table,
+            want_logits=bool(shape[3]),
+            following=None if shape[4] == _UNKNOWN else int(shape[4]),
+        )
         for shape, piece, table in zip(shapes, of_tokens, of_pages, strict=True)
     ]
     return Step(slices, bool(logits))

@@ -27,6 +27,8 @@ OPTIONS = ClusterOptions(
     model=Path("/m"),
     prefillers=2,
     decoders=3,
+    prefill_tp=4,
+    decode_tp=2,
     dtype="float32",
     page_size=16,
     chunk_size=256,
@@ -59,6 +61,7 @@ def test_every_flag_is_one_that_the_service_knows(role):
         assert flags["zmq_port"] == "5555"
     else:
         assert (flags["dtype"], flags["page_size"], flags["kv_memory"]) == ("float32", "16", "64MiB")
+        assert flags["tp"] == {"prefiller": "4", "decoder": "2"}[role]
     assert flags["fault"] == ("delay-write-ms=5" if role == "prefiller" else None)
 
 
@@ -98,6 +101,18 @@ def test_there_is_a_child_per_service_and_the_redis_url_is_no_argument():
     assert all("secret" not in " ".join(spec.argv) for spec in specs)
     assert all(spec.env["KVFERRY_REDIS_URL"] == "redis://:secret@h/0" for spec in specs)
     assert all(spec.grace > OPTIONS.drain_seconds for spec in specs)
+
+
+def test_a_data_parallel_rank_is_a_node_of_its_own():
+    options = ClusterOptions(model=Path("/m"), prefillers=1, decoders=2, prefill_dp=2, decode_dp=2, decode_tp=2)
+    assert options.workers == [
+        ("prefiller-1-dp0", "prefiller"), ("prefiller-1-dp1", "prefiller"),
+        ("decoder-1-dp0", "decoder"), ("decoder-1-dp1", "decoder"),
+        ("decoder-2-dp0", "decoder"), ("decoder-2-dp1", "decoder"),
+    ]  # fmt: skip
+    specs = service_specs(options, "redis://h/0", list(range(1, 7)), httpx.AsyncClient(verify=False))
+    assert [spec.name for spec in specs] == ["router", *(name for name, _ in options.workers)]
+    assert ["--tp" in spec.argv for spec in specs] == [False, False, False, True, True, True, True]
 
 
 async def test_a_redis_of_our_own_comes_first_unless_one_is_named(tmp_path, nowhere, monkeypatch):

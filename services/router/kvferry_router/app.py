@@ -7,6 +7,7 @@ from kvferry_node.channels import Curve, Inbox, Post
 from kvferry_node.logs import get_logger
 from kvferry_node.metrics import NodeMetrics, process_metrics
 from kvferry_node.ops import HttpServer, ops_routes, serve_http
+from kvferry_node.pairs import PairWatch
 from kvferry_node.placement import Placer
 from kvferry_node.registry import MembershipView, Registry
 from kvferry_node.service import Stop, process_state, running, watch_standstill
@@ -38,7 +39,14 @@ class Router:
         process_metrics(self._node_metrics.registry)
         curve = Curve.load(settings.curve_key_file)
         url, namespace = settings.redis_url, settings.namespace
-        self._view = MembershipView(url, namespace, on_leave=self._on_leave, grace_seconds=settings.lease_seconds)
+        self._pairs = PairWatch()
+        self._view = MembershipView(
+            url,
+            namespace,
+            on_join=self._pairs.joined,
+            on_leave=self._on_leave,
+            grace_seconds=settings.lease_seconds,
+        )
         self._placer = Placer(url, namespace, self._view, self._node_metrics, node=self.ref.id)
         metrics = RouterMetrics(self._node_metrics.registry)
         self.dispatcher = Dispatcher(
@@ -125,6 +133,7 @@ class Router:
         return Load(running=held["requests"] - held["waiting"], waiting=held["waiting"])
 
     def _on_leave(self, record: NodeRecord) -> None:
+        self._pairs.left(record)
         self.dispatcher.on_leave(record)
 
     def _decoders(self) -> list[NodeRecord]:

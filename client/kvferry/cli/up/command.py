@@ -37,6 +37,24 @@ def _log_dir(port: int) -> Path:
     help="How many prefillers.",
 )
 @click.option("--decoders", type=click.IntRange(min=1), default=2, help="How many decoders.")
+@click.option(
+    "--prefill-tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel ranks, a process each, of a prefiller."
+)
+@click.option(
+    "--decode-tp", type=click.IntRange(min=1), default=1, help="Tensor-parallel ranks, a process each, of a decoder."
+)
+@click.option(
+    "--prefill-dp",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Data-parallel ranks of a prefiller: each a node of its own to the router, with the whole model.",
+)
+@click.option(
+    "--decode-dp",
+    type=click.IntRange(min=1),
+    default=1,
+    help="Data-parallel ranks of a decoder: each a node of its own to the router, with the whole model.",
+)
 @click.option("--host", default="127.0.0.1", help="Address to serve at. Keep it private: there is no authentication.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, help="Port of the OpenAI HTTP API.")
 @click.option("--zmq-port", type=click.IntRange(1, 65535), default=5555, help="Port of the ZeroMQ API.")
@@ -49,7 +67,7 @@ def _log_dir(port: int) -> Path:
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of weights and KV cache.")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, help="Tokens in a KV page.")
 @click.option("--chunk-size", type=click.IntRange(min=1), default=512, help="Most tokens of one prefill pass.")
-@click.option("--kv-memory", default="1GiB", metavar="SIZE", help="KV cache of each prefiller and decoder.")
+@click.option("--kv-memory", default="1GiB", metavar="SIZE", help="KV cache of each rank.")
 @click.option(
     "--local-prefill-tokens",
     type=click.IntRange(min=0),

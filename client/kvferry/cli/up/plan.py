@@ -21,6 +21,10 @@ class ClusterOptions:
     model: Path
     prefillers: int = 1
     decoders: int = 2
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_dp: int = 1
+    decode_dp: int = 1
     host: str = "127.0.0.1"
     port: int = 8000
     zmq_port: int = 5555
@@ -44,6 +48,21 @@ class ClusterOptions:
     """Role -> further arguments, as they are."""
 
     @property
+    def workers(self) -> list[tuple[str, str]]:
+        """Name and role of every prefiller and decoder: data-parallel ranks are nodes of their own."""
+        kinds = ("prefiller", self.prefillers, self.prefill_dp), ("decoder", self.decoders, self.decode_dp)
+        return [
+            (f"{role}-{number}" if ranks == 1 else f"{role}-{number}-dp{rank}", role)
+            for role, count, ranks in kinds
+            for number in range(1, count + 1)
+            for rank in range(ranks)
+        ]
+
+    def tp(self, role: str) -> int:
+        """Tensor-parallel ranks of a node of this role."""
+        return {"prefiller": self.prefill_tp, "decoder": self.decode_tp}.get(role, 1)
+
+    @property
     def base_url(self) -> str:
         """Where the router's HTTP front is."""
         return http_url(self.host, self.port)
@@ -62,11 +81,9 @@ OWN: dict[str, tuple[str, ...]] = {
 def service_specs(
     options: ClusterOptions, redis_url: str, ports: list[int], client: httpx.AsyncClient
 ) -> list[ChildSpec]:
-    """Return one child per service; `ports` has an HTTP port for each prefiller, then for each decoder."""
-    workers = [("prefiller", number) for number in range(1, options.prefillers + 1)]
-    workers += [("decoder", number) for number in range(1, options.decoders + 1)]
+    """Return one child per service; `ports` has an HTTP port for each of `options.workers`."""
     places = [("router", "router", options.port)]
-    places += [(f"{role}-{number}", role, port) for (role, number), port in zip(workers, ports, strict=True)]
+    places += [(name, role, port) for (name, role), port in zip(options.workers, ports, strict=True)]
     return [
         ChildSpec(
             name=name,
@@ -93,6 +110,8 @@ def command_line(options: ClusterOptions, role: str, name: str, http_port: int) 
             argv += [flag, str(value)]
     if role == "decoder" and options.mixed and options.chunk_size is not None:
         argv += ["--prefill-budget", str(options.chunk_size)]
+    if options.tp(role) > 1:
+        argv += ["--tp", str(options.tp(role))]
     if role in options.faults:
         argv += ["--fault", options.faults[role]]
     return argv + options.extra.get(role, [])

@@ -51,7 +51,7 @@ def plan(options: ClusterOptions, folder: Path, client: httpx.AsyncClient) -> li
     url = os.environ.get("KVFERRY_REDIS_URL") or os.environ.get("REDIS_URL")
     try:
         own = [] if url else [redis_spec(folder)]
-        ports = pick(options.host, options.prefillers + options.decoders)
+        ports = pick(options.host, len(options.workers))
     except (OSError, ValueError) as error:
         raise click.ClickException(str(error)) from error
     return own + service_specs(options, url or socket_url(folder), ports, client)

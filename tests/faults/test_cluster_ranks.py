@@ -1,0 +1,149 @@
+"""Ranks of a node die together, cost no token, and leave nothing; the node's next life is whole."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from cluster import START_SECONDS, Cluster, wait_for
+from forge import Forge
+from streams import Stream, prompt
+
+pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
+
+COMMON = ["--lease-seconds", "2", "--heartbeat-seconds", "0.3"]
+WORKER = ["--tp", "2", "--dtype", "float32", "--kv-memory", "4MiB", "--page-size", "8", "--provider", "tcp"]
+PREFILLER = ["--chunk-size", "32", "--fault", "slow-layer-ms=10"]
+ANSWER = 60
+PASSAGE = 200
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory, tiny_model):
+    folder = tmp_path_factory.mktemp("ranks")
+    with (
+        Forge() as forge,
+        Cluster(
+            folder, tiny_model, decoders=2, common=COMMON, worker=WORKER, prefiller=PREFILLER, forge=forge
+        ) as cluster,
+    ):
+        yield cluster
+
+
+def rank_of(node):
+    return node.state()["ranks"]["1"]
+
+
+def gone(pid):
+    """Whether a process is over; one that nobody has waited for is."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def heal(cluster):
+    for node in cluster.workers:
+        if node.process.poll() is not None:
+            node.restart()
+    expected = {"decoders": 2, "prefillers": 1}
+
+    def seen():
+        state = cluster["router"].state()
+        return all(state[name] == count for name, count in expected.items())
+
+    wait_for(seen, START_SECONDS, cluster["router"].state)
+
+
+def streams(cluster):
+    fields = [{}, {"temperature": 1, "top_k": 4, "seed": 11}]
+    return [Stream(cluster.url, prompt(40, i), ANSWER, **fields[i % 2]) for i in range(4)]
+
+
+async def ask(cluster, seed=0):
+    body = {"prompt": prompt(PASSAGE, seed), "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
+        reply = await client.post("/v1/completions", json=body | {"ignore_eos": True})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]["token_ids"]
+
+
+def ended_by_its_rank(node, rank):
+    """The lead has ended, said which rank was to blame, and nothing of it is left."""
+    assert node.process.wait(30) == 1
+    assert wait_for(lambda: gone(rank), 10, "the rank gone")
+    (said,) = node.events("a rank is lost; its node ends")[-1:]
+    assert said["why"] == f"rank 1 (process {rank}) ended by SIGKILL"
+
+
+async def test_a_rank_of_a_decoder_killed_under_load_costs_no_token(cluster):
+    expected = [await stream.end() for stream in streams(cluster)]
+    running = streams(cluster)
+    for stream in running:
+        await stream.until(8)
+    node = cluster["decoder0"]
+    assert node.state()["requests"]["running"]
+    rank = rank_of(node)
+    os.kill(rank, signal.SIGKILL)
+    assert [await stream.end() for stream in running] == expected
+    await asyncio.to_thread(ended_by_its_rank, node, rank)
+    # As long as it is away, and when it is back: nobody sees an error.
+    assert [await stream.end() for stream in streams(cluster)] == expected
+    await asyncio.to_thread(heal, cluster)
+    assert [await stream.end() for stream in streams(cluster)] == expected
+    assert rank_of(node) != rank
+    cluster.wait_idle()
+
+
+async def test_a_rank_of_a_prefiller_killed_at_work_is_made_up_for(cluster):
+    node = cluster["prefiller0"]
+    expected = await ask(cluster)
+    asked = asyncio.create_task(ask(cluster))
+    await asyncio.to_thread(wait_for, lambda: node.state()["requests"]["running"], 30, "prefilling")
+    rank = rank_of(node)
+    os.kill(rank, signal.SIGKILL)
+    assert await asked == expected
+    await asyncio.to_thread(ended_by_its_rank, node, rank)
+    await asyncio.to_thread(heal, cluster)
+    assert await ask(cluster) == expected
+    cluster.wait_idle()
+
+
+async def test_a_lead_killed_takes_its_ranks_along_and_an_idle_rank_takes_its_lead(cluster):
+    node = cluster["decoder1"]
+    rank = rank_of(node)
+    node.kill()
+    await asyncio.to_thread(wait_for, lambda: gone(rank), 10, "the rank gone with its lead")
+    await asyncio.to_thread(heal, cluster)
+    rank = rank_of(node)
+    os.kill(rank, signal.SIGKILL)
+    await asyncio.to_thread(ended_by_its_rank, node, rank)
+    await asyncio.to_thread(heal, cluster)
+    await ask(cluster)
+
+
+async def test_a_drain_is_the_leads_affair_though_all_ranks_are_signalled(cluster):
+    """As a terminal, or `kvferry up`, signals a whole process group."""
+    expected = [await stream.end() for stream in streams(cluster)]
+    running = streams(cluster)
+    for stream in running:
+        await stream.until(8)
+    node = cluster["decoder1"]
+    rank = rank_of(node)
+    os.kill(rank, signal.SIGTERM)
+    os.kill(rank, signal.SIGINT)
+    assert await asyncio.to_thread(node.stop) == 0
+    assert [await stream.end() for stream in running] == expected
+    assert not node.events("a rank has failed")
+    assert gone(rank)
+    await asyncio.to_thread(heal, cluster)
+
+
+def test_a_model_that_cannot_be_split_is_said_before_anything_starts(cluster, tmp_path):
+    node = cluster["decoder0"]
+    log = tmp_path / "log"
+    process = node.forge.start("decoder", [*node.flags, "--tp", "3"], log, {})
+    assert process.wait(30) == 2
+    assert "Error: --tp 3: 2 KV heads cannot be split over 3 ranks" in log.read_text()

@@ -1,5 +1,6 @@
 # make serve            a real model, served; ONESHOT=1 ends after the first answer; ARGS="--decoders 3" for kvferry up
 # make test             linters, types and all tests; PYTEST="-k shards" for pytest, WORKERS=4 for more processes
+# make oracle           every sharding, page size, provider and architecture through whole clusters: an hour
 # make check            linters and types alone
 # make bench            what can be measured, and how
 # make bench-fabric     the fabric against plain libfabric: JSON lines; ARGS="--providers tcp --parts stream"
@@ -10,7 +11,7 @@
 #
 # TORCH="torch==2.13.0" chooses another build of PyTorch, PYTHON=python3.12 another interpreter.
 
-.PHONY: help serve test check bench bench-fabric bench-peers bench-engine bench-mixed setup setup-serve clean distclean
+.PHONY: help serve test oracle check bench bench-fabric bench-peers bench-engine bench-mixed setup setup-serve clean distclean
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -39,6 +40,9 @@ check: setup
 
 test: check
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+
+oracle: setup
+	@KVFERRY_ORACLE=all $(BIN)/python -m pytest -n $(WORKERS) --dist load tests/oracle/test_cluster_ranks.py $(PYTEST)
 
 bench:
 	@bash scripts/list_benches.sh

@@ -4,9 +4,11 @@ Whatever happens in whatever order: no page is given away while a write can land
 bytes of the right request, counts of two generations never mix, and every request has a way out.
 """
 
+import itertools
 import struct
 from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from hypothesis import settings
@@ -26,14 +28,20 @@ from kvferry_proto.nodes import NodeRef, Peer
 from kvferry_proto.shards import plan
 from kvferry_proto.to_prefiller import Prefill
 
-LAYOUT = KVLayout(model="m", dtype="float32", layers=2, kv_heads=1, head_dim=2, page_size=1)
+LAYOUT = KVLayout(model="m", dtype="float32", layers=2, kv_heads=2, head_dim=2, page_size=1, ranks=2)
+RANKS = LAYOUT.ranks
 PAGE, LAYERS, PAGES, SOURCE_PAGES = LAYOUT.page_bytes, LAYOUT.layers, 12, 4096
 PIECES = plan(LAYOUT, LAYOUT)
 
 
-def mark(serial: int, layer: int, index: int) -> bytes:
-    """What page `index` of a request holds in a layer."""
-    return struct.pack("<IIII", serial, layer, index, 0xFEED)
+def mark(serial: int, rank: int, layer: int, index: int) -> bytes:
+    """What page `index` of a request holds in a layer on a rank."""
+    return struct.pack("<IIII", serial, rank, layer, index)
+
+
+def register(engine: MemoryEngine, memory: np.ndarray) -> list[Any]:
+    """Register each rank's part of `memory`."""
+    return [engine.register(memoryview(of_rank).cast("B")) for of_rank in memory]
 
 
 class Prefiller:
@@ -42,13 +50,13 @@ class Prefiller:
     def __init__(self, network: Network, number: int) -> None:
         self.peer = Peer(ref=NodeRef(f"prefiller{number}", number), endpoint="tcp://127.0.0.1:1")
         self.engine = MemoryEngine(network, incarnation=number)
-        self.memory = np.zeros((LAYERS, SOURCE_PAGES, PAGE), np.uint8)
+        self.memory = np.zeros((RANKS, LAYERS, SOURCE_PAGES, PAGE), np.uint8)
         pool = SimpleNamespace(layer_stride=SOURCE_PAGES * PAGE, page_stride=PAGE)
         self.counter = self.engine.new_counter()
         self.sender = Sender(
             SimpleNamespace(
                 fabric=self.engine, layout=LAYOUT, pool=pool, counter=self.counter,
-                register=lambda: self.engine.register(memoryview(self.memory).cast("B")),
+                register=lambda: register(self.engine, self.memory),
             )
         )  # fmt: skip
         self.used = 0
@@ -78,11 +86,9 @@ class World(RuleBasedStateMachine):
     def open(self) -> None:
         self.network = Network(automatic=False)
         self.decoder = MemoryEngine(self.network, incarnation=1)
-        self.memory = np.zeros((LAYERS, PAGES, PAGE), np.uint8)
+        self.memory = np.zeros((RANKS, LAYERS, PAGES, PAGE), np.uint8)
         self.allocator = PageAllocator(PAGES)
-        self.receiver = Receiver(
-            self.decoder, lambda: self.decoder.register(memoryview(self.memory).cast("B")), self.allocator, SlotPool(3)
-        )
+        self.receiver = Receiver(self.decoder, lambda: register(self.decoder, self.memory), self.allocator, SlotPool(3))
         self.serial = 0
         self.jobs: list[Job] = []
         self.prefillers = [Prefiller(self.network, number) for number in (1, 2)]
@@ -96,10 +102,11 @@ class World(RuleBasedStateMachine):
             return
         prefiller = self.prefillers[which]
         held = self.allocator.allocate(pages)
-        transfer = self.receiver.expect("r", prefiller.peer, pages * LAYERS)
+        transfer = self.receiver.expect("r", prefiller.peer, pages * LAYERS * len(PIECES))
+        memory = [region.descriptor for region in transfer.key.regions]
         order = Prefill(
             request_id="r", tokens=Int32s(range(pages)), pages=Int32s(held), slot=transfer.slot.number,
-            generation=transfer.slot.generation, layout=LAYOUT, memory=[transfer.key.region.descriptor],
+            generation=transfer.slot.generation, layout=LAYOUT, memory=memory,
         )  # fmt: skip
         request = Request(order, SimpleNamespace(sender=NodeRef("d", 1)), PIECES)
         request.pages = list(range(prefiller.used, prefiller.used + pages))
@@ -128,8 +135,9 @@ class World(RuleBasedStateMachine):
         for chunk in prefiller.chunks:
             serial = next(job.serial for job in self.jobs if job.request is chunk.request)
             for index in range(chunk.start, chunk.end):
-                page = prefiller.memory[prefiller.layer, chunk.request.pages[index]]
-                page[:] = np.frombuffer(mark(serial, prefiller.layer, index), np.uint8)
+                for rank in range(RANKS):
+                    page = prefiller.memory[rank, prefiller.layer, chunk.request.pages[index]]
+                    page[:] = np.frombuffer(mark(serial, rank, prefiller.layer, index), np.uint8)
         prefiller.counter.bump()
         prefiller.layer += 1
         if prefiller.layer == LAYERS:
@@ -200,9 +208,8 @@ class World(RuleBasedStateMachine):
             assert event.kind is EventKind.ARRIVED, event
             transfer = self.receiver.find(event.slot, event.generation)
             job = next(job for job in self.jobs if job.transfer is transfer)
-            for layer in range(LAYERS):
-                for index, page in enumerate(job.pages):
-                    assert self.memory[layer, page].tobytes() == mark(job.serial, layer, index)
+            for rank, layer, (index, page) in itertools.product(range(RANKS), range(LAYERS), enumerate(job.pages)):
+                assert self.memory[rank, layer, page].tobytes() == mark(job.serial, rank, layer, index)
             self.receiver.arrived(transfer)
             job.running = True
 
@@ -301,7 +308,7 @@ class World(RuleBasedStateMachine):
         assert self.receiver.transfers == []
         assert (self.allocator.free_pages, self.receiver.slots.held) == (PAGES, 0)
         stats = self.decoder.stats()
-        assert (stats.armed_slots, stats.regions) == (0, 1)
+        assert (stats.armed_slots, stats.regions) == (0, RANKS)
         assert not any(prefiller.engine.stats().active_transfers for prefiller in self.prefillers)
         self.drop_the_gone()
 

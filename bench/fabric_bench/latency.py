@@ -26,7 +26,7 @@ class Sender:
         self.receiver = receiver
         self.engine = TransferEngine(receiver.descriptor.provider, incarnation=1, **options)
         self.region = self.engine.register(memoryview(random_memory(size)))
-        self.peer = self.engine.connect(receiver.descriptor.address)
+        self.peer = self.engine.connect(receiver.descriptor.addresses)
 
     def write(self, generation: int, slot: int = SLOT, length: int = PAGE) -> int:
         return self.engine.write(

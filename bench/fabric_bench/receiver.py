@@ -56,7 +56,7 @@ class Receiver:
             [sys.executable, __file__, provider, str(size), json.dumps(options)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1],
         )  # fmt: skip
-        self.descriptor = MemoryDescriptor(**self.answer())
+        self.descriptor = msgspec.convert(self.answer(), MemoryDescriptor)
         self.generation = 0
 
     def answer(self) -> Any:  # noqa: ANN401 - what the command answers

@@ -45,7 +45,7 @@ class Ours:
         self.runs = runs(*scattered(self.pages, case.run))
         self.engine = TransferEngine(provider, incarnation=1, gather=0 if case.vectors else 1, **options)
         self.region = self.engine.register(memoryview(self.memory))
-        self.peer = self.engine.connect(receiver.descriptor.address)
+        self.peer = self.engine.connect(receiver.descriptor.addresses)
         self.writes = 0
 
     def round(self) -> float:

@@ -62,7 +62,7 @@ class FabricSender:
         self.card = None
 
     def meet(self, receiver: MemoryDescriptor) -> None:
-        self.remote, self.peer = receiver, self.engine.connect(receiver.address)
+        self.remote, self.peer = receiver, self.engine.connect(receiver.addresses)
 
     def _chunk(self, table: Runs, slot: int, generation: int) -> ChunkSchedule:
         page = self.work.page

@@ -62,7 +62,7 @@ class Worker:
         self.fabric = TransferEngine(
             settings.provider,
             incarnation=ref.incarnation,
-            bind=settings.fabric_host or settings.host,
+            domains=settings.fabric_hosts,
             trace=bool(settings.fault),
         )
         try:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+from kvferry_node.errors import SettingsError
 from kvferry_node.settings import Bytes, NodeSettings, Seconds, help_text
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
@@ -34,7 +35,13 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
         Literal["auto", "efa", "verbs", "tcp", "net", "shm"], help_text("libfabric provider that carries KV pages.")
     ] = "auto"
     fabric_host: Annotated[
-        str, help_text("Address that the fabric's endpoint binds to, for providers over IP. Empty: --host.")
+        str,
+        msgspec.Meta(pattern=r"^([^\s,]+(,[^\s,]+){0,7})?$"),
+        help_text(
+            "Addresses that the fabric binds to, for providers over IP: one for each NIC that KV pages travel over. "
+            "Empty: --host.",
+            form="1 to 8 addresses with commas between them",
+        ),
     ] = ""
     verify_kv: Annotated[
         bool, help_text("Compare the checksum of every page sent with its source; a difference fails the request.")
@@ -48,6 +55,19 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
     idle_check_seconds: Annotated[
         Seconds, help_text("How often an idle node proves that it holds no page, slot or transfer.")
     ] = 5.0
+
+    def __post_init__(self) -> None:
+        """Check what no single field can tell. Raises SettingsError."""
+        super().__post_init__()
+        hosts = self.fabric_hosts
+        if len(set(hosts)) < len(hosts):
+            msg = f"each address of --fabric-host must be another NIC's; got {self.fabric_host}"
+            raise SettingsError(msg)
+
+    @property
+    def fabric_hosts(self) -> tuple[str, ...]:
+        """Local address of each of the fabric's domains."""
+        return tuple(self.fabric_host.split(",")) if self.fabric_host else (self.host,)
 
     @property
     def model_name(self) -> str:

@@ -11,8 +11,9 @@ static uint32_t pages_at_once(const kf_engine *engine, const kf_transfer *t, con
   return n ? (uint32_t)n : 1;
 }
 
-static void add_part(const kf_transfer *t, uint32_t layer, kf_batch *b, uint32_t pages) {
+static void add_part(const kf_transfer *t, const kf_path *path, uint32_t layer, kf_batch *b, uint32_t pages) {
   const kf_schedule *p = &t->plan;
+  const kf_key *key = &p->remote.keys[path->remote];
   const kf_run *run = &t->runs[b->run];
   uint64_t source = p->source_start + layer * p->source_layer_stride + p->source_offset +
                     (uint64_t)(run->source + b->page) * p->source_page_stride;
@@ -20,8 +21,8 @@ static void add_part(const kf_transfer *t, uint32_t layer, kf_batch *b, uint32_t
                     (uint64_t)(run->destination + b->page) * p->destination_page_stride;
   uint64_t bytes = pages * p->length;
   b->local[b->parts] = (struct iovec){(char *)p->region->start + source, bytes};
-  b->descriptors[b->parts] = p->region->local_descriptor;
-  b->remote[b->parts] = (struct fi_rma_iov){p->remote.base + target, bytes, p->remote.key};
+  b->descriptors[b->parts] = p->region->descriptors[path->domain->index];
+  b->remote[b->parts] = (struct fi_rma_iov){key->base + target, bytes, key->key};
   b->parts++;
   b->pages += pages;
   b->bytes += bytes;
@@ -33,7 +34,7 @@ static void add_part(const kf_transfer *t, uint32_t layer, kf_batch *b, uint32_t
 }
 
 /* As many scattered pages as the provider takes in one operation: below some tens of KiB operations are the limit. */
-void kf_batch_fill(const kf_engine *engine, const kf_transfer *t, kf_batch *b) {
+void kf_batch_fill(const kf_engine *engine, const kf_transfer *t, const kf_path *path, kf_batch *b) {
   b->parts = b->pages = 0;
   b->bytes = 0;
   b->run = t->run;
@@ -41,11 +42,11 @@ void kf_batch_fill(const kf_engine *engine, const kf_transfer *t, kf_batch *b) {
   while (b->parts < engine->gather && b->run < t->plan.run_count && b->pages < KF_MAX_PAGES_PER_WRITE) {
     uint32_t pages = pages_at_once(engine, t, b);
     if (b->parts && b->bytes + pages * t->plan.length > engine->options.max_write_bytes) break;
-    add_part(t, t->layer, b, pages);
+    add_part(t, path, t->layer, b, pages);
   }
 }
 
-void kf_batch_first(const kf_transfer *t, kf_batch *b) {
+void kf_batch_first(const kf_transfer *t, const kf_path *path, kf_batch *b) {
   *b = (kf_batch){.parts = 0};
-  add_part(t, 0, b, 1);
+  add_part(t, path, 0, b, 1);
 }

@@ -32,11 +32,18 @@ int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error) {
 }
 
 static void run_connect(kf_engine *engine, kf_command *command) {
-  command->subject = kf_peers_insert(engine, command->bytes, command->length, command->error);
+  command->subject = kf_peers_insert(engine, command->addresses, command->count, command->error);
 }
 
-kf_peer *kf_connect(kf_engine *engine, const unsigned char *address, uint32_t length, kf_error *error) {
-  kf_command command = {.run = run_connect, .bytes = address, .length = length, .error = error};
+kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains,
+                    kf_error *error) {
+  kf_address_bytes copies[KF_MAX_DOMAINS];
+  uint32_t count = domains < KF_MAX_DOMAINS ? domains : KF_MAX_DOMAINS; /* too many, too long: refused by peers.c */
+  for (uint32_t i = 0; i < count; addresses += lengths[i++]) {
+    copies[i].length = lengths[i];
+    memcpy(copies[i].bytes, addresses, lengths[i] < KF_ADDRESS_MAX ? lengths[i] : KF_ADDRESS_MAX);
+  }
+  kf_command command = {.run = run_connect, .addresses = copies, .count = domains, .error = error};
   return kf_command_call(engine, &command) == 0 ? command.subject : NULL;
 }
 
@@ -88,12 +95,12 @@ uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *erro
   return 0;
 }
 
-uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer, uint64_t base,
-                      uint64_t room, uint64_t key, uint64_t destination_offset, uint64_t length, uint32_t slot,
+uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer,
+                      const kf_remote *remote, uint64_t destination_offset, uint64_t length, uint32_t slot,
                       uint32_t generation, kf_error *error) {
   const kf_run run = {0, 0, 1};
   const kf_schedule plan = {.layers = 1, .slot = slot, .generation = generation, .run_count = 1, .region = region,
-                            .peer = peer, .remote = {base, room, key}, .source_start = source_offset,
+                            .peer = peer, .remote = *remote, .source_start = source_offset,
                             .destination_start = destination_offset, .source_page_stride = length,
                             .destination_page_stride = length, .length = length, .runs = &run};
   return kf_start(engine, &plan, error);

@@ -10,7 +10,8 @@
 static void retire(kf_engine *engine, kf_write *write, uint64_t now) {
   kf_transfer *transfer = write->transfer;
   if (write->flipped) *write->flipped ^= 0xff; /* the source is right again */
-  engine->in_flight_bytes -= write->bytes;
+  kf_path_sub(write->path, write->bytes);
+  kf_sub(&write->path->domain->in_flight, 1);
   kf_sub(&engine->in_flight, 1);
   transfer->in_flight_bytes -= write->bytes;
   transfer->in_flight--;
@@ -19,7 +20,6 @@ static void retire(kf_engine *engine, kf_write *write, uint64_t now) {
   write->flipped = NULL;
   write->next = engine->free_writes;
   engine->free_writes = write;
-  engine->free_count++;
 }
 
 static void complete(kf_engine *engine, kf_write *write, uint64_t now) {
@@ -45,7 +45,7 @@ static void complete_failed(kf_engine *engine, kf_write *write, int error, int p
   kf_transfer *transfer = write->transfer;
   char text[KF_TEXT];
   retire(engine, write, kf_now());
-  kf_transfer_lose(engine, transfer);
+  kf_transfer_lose(transfer);
   if (error == FI_ECANCELED) { /* the provider flushed it with its connection */
     error = ECONNRESET;
     snprintf(text, sizeof text, "connection to the receiver was lost with the write in flight: the receiver has died, "
@@ -57,9 +57,9 @@ static void complete_failed(kf_engine *engine, kf_write *write, int error, int p
 }
 
 /* An error entry with one of our contexts is the end of that write; without, it is the connection's own trouble. */
-static bool complete_error(kf_engine *engine) {
+static bool complete_error(kf_engine *engine, kf_domain *domain) {
   struct fi_cq_err_entry entry = {0};
-  if (fi_cq_readerr(engine->endpoint.cq, &entry, 0) != 1) return false;
+  if (fi_cq_readerr(domain->cq, &entry, 0) != 1) return false;
   kf_write *write = entry.op_context;
   if (write && write->transfer)
     complete_failed(engine, write, entry.err, entry.prov_errno);
@@ -71,24 +71,25 @@ static bool complete_error(kf_engine *engine) {
 /* For providers that do not notice a process's end: its writes cannot land any more, nor will they complete. */
 bool kf_complete_dead_peers(kf_engine *engine) {
   bool any = false;
-  for (uint32_t i = 0; i < engine->options.window; i++) {
+  for (uint32_t i = 0; i < engine->write_count; i++) {
     kf_write *write = &engine->writes[i];
     if (!write->transfer) continue;
-    if (!kf_provider_peer_dead(engine->endpoint.provider, write->transfer->plan.peer->bytes)) continue;
+    const kf_address_bytes *address = &write->transfer->plan.peer->addresses[write->path->remote];
+    if (!kf_provider_peer_dead(write->path->domain->provider, address->bytes)) continue;
     complete_failed(engine, write, FI_ECANCELED, ESRCH);
     any = true;
   }
   return any;
 }
 
-bool kf_complete_round(kf_engine *engine) {
+static bool read_queue(kf_engine *engine, kf_domain *domain) {
   struct fi_cq_data_entry entries[BATCH];
   bool progress = false;
   for (int i = 0; i < BATCHES; i++) {
-    ssize_t n = fi_cq_read(engine->endpoint.cq, entries, BATCH);
+    ssize_t n = fi_cq_read(domain->cq, entries, BATCH);
     if (n == -FI_EAGAIN) break;
     if (n == -FI_EAVAIL) {
-      progress |= complete_error(engine);
+      progress |= complete_error(engine, domain);
       continue;
     }
     if (n < 0) {
@@ -99,5 +100,11 @@ bool kf_complete_round(kf_engine *engine) {
     progress = true;
     if (n < BATCH) break;
   }
+  return progress;
+}
+
+bool kf_complete_round(kf_engine *engine) {
+  bool progress = false;
+  for (uint32_t i = 0; i < engine->domain_count; i++) progress |= read_queue(engine, &engine->domains[i]);
   return progress;
 }

@@ -33,17 +33,19 @@ static int open_locks(kf_engine *e) {
 static int prepare(kf_engine *e, const kf_options *options) {
   e->options = *options;
   snprintf(e->provider_name, sizeof e->provider_name, "%s", options->provider);
-  snprintf(e->bind, sizeof e->bind, "%s", options->bind ? options->bind : "");
   e->options.provider = e->provider_name;
-  e->options.bind = e->bind[0] ? e->bind : NULL;
   e->active.next = e->active.previous = &e->active;
-  e->endpoint.wait_fd = -1;
+  e->domain_count = options->domains;
+  for (uint32_t i = 0; i < KF_MAX_DOMAINS; i++) {
+    e->domains[i].index = i;
+    e->domains[i].wait_fd = -1;
+  }
   e->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (e->wake_fd < 0) return -errno;
-  e->writes = calloc(options->window, sizeof *e->writes);
+  e->write_count = options->window * options->domains;
+  e->writes = calloc(e->write_count, sizeof *e->writes);
   if (!e->writes) return -ENOMEM;
-  for (uint32_t i = options->window; i-- > 0; e->free_writes = &e->writes[i]) e->writes[i].next = e->free_writes;
-  e->free_count = options->window;
+  for (uint32_t i = e->write_count; i-- > 0; e->free_writes = &e->writes[i]) e->writes[i].next = e->free_writes;
   return open_locks(e);
 }
 
@@ -66,7 +68,7 @@ static int start_thread(kf_engine *e) {
 
 static void free_engine(kf_engine *e) {
   kf_memory_close(e);
-  kf_endpoint_close(&e->endpoint);
+  for (uint32_t i = 0; i < e->domain_count; i++) kf_domain_close(&e->domains[i]);
   kf_peers_close(e);
   kf_counters_close(e);
   kf_registry_close(&e->registry);
@@ -80,6 +82,10 @@ static void free_engine(kf_engine *e) {
 }
 
 kf_engine *kf_open(const kf_options *options, kf_error *error) {
+  if (options->domains == 0 || options->domains > KF_MAX_DOMAINS) {
+    kf_fail(error, -EINVAL, "an engine has 1 to %d domains, not %u", KF_MAX_DOMAINS, options->domains);
+    return NULL;
+  }
   if (options->window == 0 || options->max_write_bytes == 0 || options->window_bytes == 0) {
     kf_fail(error, -EINVAL, "window, window bytes and write size must be at least 1");
     return NULL;
@@ -108,10 +114,12 @@ void kf_close(kf_engine *engine) {
   free_engine(engine);
 }
 
-int kf_address(kf_engine *engine, unsigned char *bytes, uint32_t room, uint32_t *length) {
-  if (room < engine->endpoint.address_length) return -ENOBUFS;
-  memcpy(bytes, engine->endpoint.address, engine->endpoint.address_length);
-  *length = (uint32_t)engine->endpoint.address_length;
+int kf_address(kf_engine *engine, uint32_t domain, unsigned char *bytes, uint32_t room, uint32_t *length) {
+  if (domain >= engine->domain_count) return -EINVAL;
+  const kf_domain *d = &engine->domains[domain];
+  if (room < d->address_length) return -ENOBUFS;
+  memcpy(bytes, d->address, d->address_length);
+  *length = (uint32_t)d->address_length;
   return 0;
 }
 

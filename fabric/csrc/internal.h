@@ -39,8 +39,10 @@ const kf_provider *kf_provider_find(const char *name);
 bool kf_provider_peer_dead(const kf_provider *provider, const unsigned char *address);
 int kf_provider_info(const kf_provider *provider, const char *bind, struct fi_info **info);
 
-/* ---- endpoint.c: the libfabric objects of an engine ---- */
+/* ---- domain.c: a NIC, or what stands for one: the libfabric objects that an engine has for it ---- */
 typedef struct {
+  uint32_t index;
+  char bind[64]; /* "": the provider's choice */
   const kf_provider *provider;
   struct fi_info *info;
   struct fid_fabric *fabric;
@@ -52,10 +54,15 @@ typedef struct {
   bool ordered; /* a write that is known to have landed has everything before it landed too */
   unsigned char address[KF_ADDRESS_MAX];
   size_t address_length;
-} kf_endpoint;
+  _Atomic uint64_t in_flight;       /* writes */
+  _Atomic uint64_t in_flight_bytes; /* posted, and not known to have landed */
+  _Atomic uint64_t total_writes;
+  _Atomic uint64_t total_bytes;
+} kf_domain;
 
-int kf_endpoint_open(kf_endpoint *endpoint, const kf_options *options, kf_error *error);
-void kf_endpoint_close(kf_endpoint *endpoint);
+int kf_domain_open(kf_domain *domain, const kf_options *options, kf_error *error);
+void kf_domain_close(kf_domain *domain);
+bool kf_domains_have_fds(const kf_engine *engine);
 
 /* ---- events.c: a queue that never loses and never allocates, since every node lives in what caused it ---- */
 typedef struct kf_event_node {
@@ -108,18 +115,33 @@ struct kf_region {
   kf_region *next;
   void *start;
   uint64_t length;
-  struct fid_mr *mr;
-  void *local_descriptor;
+  struct fid_mr *mr[KF_MAX_DOMAINS];
+  void *descriptors[KF_MAX_DOMAINS];
   kf_remote remote;
   uint32_t readers; /* transfers that read from it */
 };
 
-struct kf_peer {
-  struct kf_peer *next;
+/* The way from one of our domains to one of a peer's. */
+typedef struct {
+  kf_domain *domain;
+  uint32_t remote; /* index of the peer's domain */
   fi_addr_t address;
-  uint32_t users; /* connects and transfers */
+  uint64_t in_flight_bytes;
+  uint64_t carried_bytes;
+} kf_path;
+
+typedef struct {
   uint32_t length;
   unsigned char bytes[KF_ADDRESS_MAX];
+} kf_address_bytes;
+
+struct kf_peer {
+  struct kf_peer *next;
+  uint32_t users; /* connects and transfers */
+  uint32_t domains;
+  uint32_t path_count;
+  kf_path *paths; /* [our domains][its domains] */
+  kf_address_bytes addresses[KF_MAX_DOMAINS];
 };
 
 struct kf_counter {
@@ -131,9 +153,12 @@ struct kf_counter {
 
 int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error);
 int kf_memory_unregister(kf_engine *engine, kf_region *region, kf_error *error);
-kf_peer *kf_peers_insert(kf_engine *engine, const unsigned char *bytes, uint32_t length, kf_error *error);
+kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, kf_error *error);
 int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error);
 void kf_peers_close(kf_engine *engine);
+void kf_path_add(kf_path *path, uint64_t bytes);
+void kf_path_sub(kf_path *path, uint64_t bytes);
+kf_path *kf_paths_choose(const kf_engine *engine, const kf_peer *peer);
 void kf_memory_revoke(kf_engine *engine);
 void kf_memory_close(kf_engine *engine);
 void kf_counters_close(kf_engine *engine);
@@ -155,6 +180,7 @@ typedef struct kf_transfer {
   int32_t page;
   uint32_t in_flight;
   uint64_t in_flight_bytes; /* posted, and not known to have landed */
+  kf_path *path;            /* of the last write; it is kept to while `unsealed` */
   uint32_t unsealed;        /* writes posted after the last one whose completion means that it has landed */
   uint64_t unsealed_bytes;
   bool ended; /* registry's lock: the last event is out, `seen_ns` and `post_ns` are fixed */
@@ -187,7 +213,7 @@ bool kf_state_allows(kf_state from, kf_state to);
 void kf_transfer_move(kf_transfer *transfer, kf_state to);
 void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what);
-void kf_transfer_lose(kf_engine *engine, kf_transfer *transfer);
+void kf_transfer_lose(kf_transfer *transfer);
 void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer);
 
 /* ---- schedule.c, post.c, complete.c ---- */
@@ -198,6 +224,7 @@ bool kf_schedule_watch(kf_engine *engine);
 typedef struct kf_write {
   struct fi_context2 context; /* first: libfabric gives its address back */
   kf_transfer *transfer;
+  kf_path *path;
   uint64_t bytes;         /* that have landed once this is complete: of this write and of unsealed ones before it */
   unsigned char *flipped; /* byte that the CORRUPT fault turned, to be turned back */
   struct kf_write *next;
@@ -215,8 +242,8 @@ typedef struct {
   int32_t page;
 } kf_batch;
 
-void kf_batch_fill(const kf_engine *engine, const kf_transfer *transfer, kf_batch *batch);
-void kf_batch_first(const kf_transfer *transfer, kf_batch *batch); /* the first page of the first layer */
+void kf_batch_fill(const kf_engine *engine, const kf_transfer *transfer, const kf_path *path, kf_batch *batch);
+void kf_batch_first(const kf_transfer *transfer, const kf_path *path, kf_batch *batch); /* the first page of the first layer */
 bool kf_post_round(kf_engine *engine);
 bool kf_complete_round(kf_engine *engine);
 bool kf_complete_dead_peers(kf_engine *engine);
@@ -239,8 +266,8 @@ bool kf_faults_corrupt(kf_faults *faults);
 typedef struct kf_command {
   void (*run)(kf_engine *engine, struct kf_command *command);
   void *subject;
-  const unsigned char *bytes;
-  uint32_t length;
+  const kf_address_bytes *addresses;
+  uint32_t count;
   uint64_t id;
   int result;
   kf_error *error;
@@ -259,8 +286,8 @@ void kf_command_refuse_all(kf_engine *engine);
 struct kf_engine {
   kf_options options;
   char provider_name[16];
-  char bind[64];
-  kf_endpoint endpoint;
+  kf_domain domains[KF_MAX_DOMAINS];
+  uint32_t domain_count;
   uint32_t gather;
 
   pthread_t thread;
@@ -273,7 +300,7 @@ struct kf_engine {
   kf_command *command_head; /* command_lock */
   kf_command *command_tail; /* command_lock */
   bool commands_open;       /* command_lock */
-  bool opened;              /* command_lock: the thread has tried to open the endpoint */
+  bool opened;              /* command_lock: the thread has tried to open the domains */
   int open_result;          /* command_lock */
   kf_error *open_error;     /* the opener's, until `opened` */
   _Atomic uint32_t command_count;
@@ -288,15 +315,14 @@ struct kf_engine {
   kf_counter *counter_list;
   kf_transfer active; /* sentinel of a ring */
   kf_write *writes;
+  uint32_t write_count;
   kf_write *free_writes;
-  uint32_t free_count;
   uint64_t hold_until_ns; /* earliest write that the DELAY fault holds back; 0: none */
   bool stalled;           /* the provider refused a write for want of room in the last round */
   uint64_t step_ns; /* from one progress to the next, as it has been lately */
   uint64_t crowded_until_ns;
   uint64_t nap_ns;
   uint64_t dead_check_ns;
-  uint64_t in_flight_bytes;
 
   _Atomic uint64_t active_transfers;
   _Atomic uint64_t held_transfers;

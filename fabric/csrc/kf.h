@@ -19,6 +19,7 @@
 #define KF_MAX_GENERATIONS 1024
 #define KF_MAX_PAGES_PER_WRITE 4095
 #define KF_TEXT 232
+#define KF_MAX_DOMAINS 8
 
 typedef struct kf_engine kf_engine;
 typedef struct kf_region kf_region;
@@ -32,10 +33,11 @@ typedef struct {
 
 typedef struct {
   const char *provider;     /* tcp, net, shm, efa or verbs */
-  const char *bind;         /* local address that the endpoint binds to, for providers over IP */
+  const char *const *binds; /* one a domain: the local address, for providers over IP; NULL or "": the provider's choice */
+  uint32_t domains;         /* 1..KF_MAX_DOMAINS */
   uint64_t spin_ns;         /* how long the thread spins after the last progress */
   uint64_t max_write_bytes; /* neighbouring pages are merged up to this size */
-  uint64_t window_bytes;    /* no more writes are posted while this much is in flight, over all transfers */
+  uint64_t window_bytes;    /* no more writes are posted to a domain while this much is in flight on it */
   uint32_t window;          /* the same in writes */
   uint32_t gather;          /* scattered pages in one write; 0: as many as the provider takes */
   uint64_t stall_ns;        /* a transfer that cannot post anything for this long fails */
@@ -50,8 +52,13 @@ typedef struct {
 
 typedef struct {
   uint64_t base; /* what offsets are added to: an address, or 0 */
-  uint64_t length;
   uint64_t key;
+} kf_key;
+
+typedef struct {
+  uint64_t length;
+  uint32_t domains; /* of the owner, in the order in which its addresses are connected to */
+  kf_key keys[KF_MAX_DOMAINS];
 } kf_remote;
 
 typedef struct {
@@ -97,6 +104,13 @@ typedef struct {
 } kf_event;
 
 typedef struct {
+  uint64_t in_flight_writes;
+  uint64_t in_flight_bytes;
+  uint64_t writes; /* posted */
+  uint64_t bytes;  /* posted */
+} kf_domain_values;
+
+typedef struct {
   uint64_t armed_slots;
   uint64_t active_transfers; /* not yet ended */
   uint64_t held_transfers;   /* ended, not yet released */
@@ -118,14 +132,15 @@ enum kf_fault_kind { KF_FAULT_CORRUPT = 1, KF_FAULT_DELAY = 2, KF_FAULT_FAIL = 3
 kf_engine *kf_open(const kf_options *options, kf_error *error);
 void kf_close(kf_engine *engine);
 int kf_available(const char *provider, const char *bind);
-int kf_address(kf_engine *engine, unsigned char *bytes, uint32_t room, uint32_t *length);
+int kf_address(kf_engine *engine, uint32_t domain, unsigned char *bytes, uint32_t room, uint32_t *length);
 int kf_event_fd(kf_engine *engine);
 
 kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, kf_error *error);
 int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error); /* -EBUSY while a transfer reads from it */
 void kf_region_remote(const kf_region *region, kf_remote *remote);
 
-kf_peer *kf_connect(kf_engine *engine, const unsigned char *address, uint32_t length, kf_error *error);
+kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains,
+                    kf_error *error); /* one address a domain of the peer, one behind the other */
 int kf_disconnect(kf_engine *engine, kf_peer *peer, kf_error *error); /* takes effect when its transfers have ended */
 
 kf_counter *kf_counter_new(kf_engine *engine, kf_error *error);
@@ -139,8 +154,8 @@ int kf_disarm(kf_engine *engine, uint32_t slot, uint32_t generation); /* 1: was 
 uint64_t kf_arrived(kf_engine *engine, uint32_t slot);
 
 uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *error); /* transfer id, or 0 */
-uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer, uint64_t base,
-                      uint64_t room, uint64_t key, uint64_t destination_offset, uint64_t length, uint32_t slot,
+uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer,
+                      const kf_remote *remote, uint64_t destination_offset, uint64_t length, uint32_t slot,
                       uint32_t generation, kf_error *error); /* one piece at once, as one page; transfer id, or 0 */
 int kf_cancel(kf_engine *engine, uint64_t transfer);
 int kf_trace(kf_engine *engine, uint64_t transfer, uint64_t *seen_ns, uint64_t *post_ns, uint32_t room);
@@ -148,6 +163,7 @@ int kf_release(kf_engine *engine, uint64_t transfer); /* after its last event */
 
 int kf_poll_events(kf_engine *engine, kf_event *events, int room);
 void kf_stats(kf_engine *engine, kf_stats_values *values);
+int kf_domain_stats(kf_engine *engine, uint32_t domain, kf_domain_values *values);
 int kf_fault(kf_engine *engine, int kind, uint64_t value);
 
 uint32_t kf_immediate_pack(uint32_t slot, uint32_t generation, uint32_t pages);

@@ -1,4 +1,4 @@
-/* Memory regions. Every registration has a key of its own, so that each can be revoked by itself. */
+/* Memory regions. Every registration has keys of its own, one a domain, so that each can be revoked by itself. */
 #include "internal.h"
 
 #include <stdlib.h>
@@ -7,36 +7,52 @@
 #define KEY_TRIES 16
 
 /* Where we choose the keys they are random: a key of an earlier region or incarnation never opens a later one. */
-static int random_key(const kf_engine *engine, uint64_t *key) {
+static int random_key(const kf_domain *domain, uint64_t *key) {
   if (getrandom(key, sizeof *key, 0) != (ssize_t)sizeof *key) return -errno;
-  size_t size = engine->endpoint.info->domain_attr->mr_key_size;
+  size_t size = domain->info->domain_attr->mr_key_size;
   if (size < sizeof *key) *key &= (UINT64_C(1) << (8 * size)) - 1;
   return 0;
 }
 
-static int open_mr(kf_engine *engine, kf_region *region) {
+static int open_mr(const kf_domain *domain, kf_region *region) {
   uint64_t access = FI_READ | FI_WRITE | FI_REMOTE_WRITE;
+  struct fid_mr **mr = &region->mr[domain->index];
   int rc = -FI_ENOKEY;
   for (int i = 0; i < KEY_TRIES && rc == -FI_ENOKEY; i++) {
     uint64_t key = 0;
-    int failed = random_key(engine, &key);
+    int failed = random_key(domain, &key);
     if (failed) return failed;
-    rc = fi_mr_reg(engine->endpoint.domain, region->start, region->length, access, 0, key, 0, &region->mr, NULL);
+    rc = fi_mr_reg(domain->domain, region->start, region->length, access, 0, key, 0, mr, NULL);
   }
-  return rc;
+  if (rc) return rc;
+  bool by_address = (domain->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
+  region->descriptors[domain->index] = fi_mr_desc(*mr);
+  region->remote.keys[domain->index] = (kf_key){by_address ? (uint64_t)(uintptr_t)region->start : 0, fi_mr_key(*mr)};
+  return 0;
+}
+
+/* What cannot be closed stays, so that it can be tried again. */
+static int close_mrs(kf_region *region) {
+  int first = 0;
+  for (uint32_t i = 0; i < KF_MAX_DOMAINS; i++) {
+    int rc = region->mr[i] ? fi_close(&region->mr[i]->fid) : 0;
+    if (rc == 0) region->mr[i] = NULL;
+    if (first == 0) first = rc;
+  }
+  return first;
 }
 
 int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error) {
-  int rc = open_mr(engine, region);
-  if (rc)
-    return kf_fail(error, rc, "cannot register %llu bytes with provider '%s': %s%s", (unsigned long long)region->length,
-                   engine->provider_name, fi_strerror(-rc),
+  for (uint32_t i = 0; i < engine->domain_count; i++) {
+    int rc = open_mr(&engine->domains[i], region);
+    if (rc == 0) continue;
+    (void)close_mrs(region);
+    return kf_fail(error, rc, "cannot register %llu bytes with provider '%s' (domain %u, %s): %s%s",
+                   (unsigned long long)region->length, engine->provider_name, i, engine->domains[i].bind, fi_strerror(-rc),
                    rc == -FI_ENOMEM ? " (is the memlock limit, ulimit -l, large enough?)" : "");
-  bool by_address = (engine->endpoint.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
-  region->local_descriptor = fi_mr_desc(region->mr);
-  region->remote.base = by_address ? (uint64_t)(uintptr_t)region->start : 0;
+  }
   region->remote.length = region->length;
-  region->remote.key = fi_mr_key(region->mr);
+  region->remote.domains = engine->domain_count;
   region->next = engine->region_list;
   engine->region_list = region;
   atomic_fetch_add(&engine->regions, 1);
@@ -44,7 +60,7 @@ int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error) {
 }
 
 static int close_region(kf_engine *engine, kf_region *region) {
-  int rc = region->mr ? fi_close(&region->mr->fid) : 0;
+  int rc = close_mrs(region);
   if (rc) return rc;
   kf_region **link = &engine->region_list;
   while (*link != region) link = &(*link)->next;
@@ -65,10 +81,7 @@ int kf_memory_unregister(kf_engine *engine, kf_region *region, kf_error *error) 
 /* Ends all access, ours and the peers'; the regions themselves stay, as transfers still name them. */
 void kf_memory_revoke(kf_engine *engine) {
   for (kf_region *region = engine->region_list; region; region = region->next)
-    if (fi_close(&region->mr->fid) == 0)
-      region->mr = NULL;
-    else
-      kf_add(&engine->errors, 1);
+    if (close_mrs(region)) kf_add(&engine->errors, 1);
 }
 
 void kf_memory_close(kf_engine *engine) {

@@ -1,35 +1,99 @@
-/* Peers: addresses that we write to, in the address vector once each, however often they are connected. */
+/* Peers: engines that we write to. The addresses of each are in our address vectors once, however often it is
+ * connected. */
 #include "internal.h"
 
 #include <stdlib.h>
 #include <string.h>
+#include <sys/socket.h>
 
-static kf_peer *find(const kf_engine *engine, const unsigned char *bytes, uint32_t length) {
+static bool same_address(const kf_address_bytes *a, const kf_address_bytes *b) {
+  return a->length == b->length && memcmp(a->bytes, b->bytes, a->length) == 0;
+}
+
+static bool is_at(const kf_peer *peer, const kf_address_bytes *addresses, uint32_t domains) {
+  if (peer->domains != domains) return false;
+  for (uint32_t i = 0; i < domains; i++)
+    if (!same_address(&peer->addresses[i], &addresses[i])) return false;
+  return true;
+}
+
+static kf_peer *find(const kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains) {
   for (kf_peer *peer = engine->peers; peer; peer = peer->next)
-    if (peer->length == length && memcmp(peer->bytes, bytes, length) == 0) return peer;
+    if (is_at(peer, addresses, domains)) return peer;
   return NULL;
 }
 
-/* Providers read as many bytes as their format has, or up to a NUL (shm); an address off the wire is checked first. */
-static bool plausible(const kf_engine *engine, const unsigned char *bytes, uint32_t length) {
-  if (length == 0 || length >= KF_ADDRESS_MAX) return false;
-  if (engine->endpoint.info->addr_format == FI_ADDR_STR) return bytes[length - 1] == 0;
-  return length == engine->endpoint.address_length;
+/* Providers read as many bytes as their format has, or up to a NUL (shm); an address off the wire is checked first.
+ * libfabric's address vector takes the family of whatever comes first for its own, then refuses all others: one wrong
+ * address, refused as it is, would be the last that this endpoint hears of anybody. */
+static bool plausible(const kf_domain *domain, const kf_address_bytes *address) {
+  if (address->length == 0 || address->length >= KF_ADDRESS_MAX) return false;
+  uint32_t format = domain->info->addr_format;
+  if (format == FI_ADDR_STR) return address->bytes[address->length - 1] == 0;
+  if (address->length != domain->address_length) return false;
+  bool is_sockaddr = format == FI_SOCKADDR || format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
+  return !is_sockaddr || memcmp(address->bytes, domain->address, sizeof(sa_family_t)) == 0;
 }
 
-static kf_peer *insert_new(kf_engine *engine, const unsigned char *bytes, uint32_t length, kf_error *error) {
+static int check(const kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, kf_error *error) {
+  if (domains == 0 || domains > KF_MAX_DOMAINS)
+    return kf_fail(error, -EINVAL, "a peer has 1 to %d addresses, not %u", KF_MAX_DOMAINS, domains);
+  for (uint32_t i = 0; i < domains; i++)
+    if (!plausible(&engine->domains[0], &addresses[i]))
+      return kf_fail(error, -EINVAL, "%u bytes are not an address of provider '%s', or of another family than ours",
+                     addresses[i].length, engine->provider_name);
+  return 0;
+}
+
+/* Takes a peer's addresses out of our address vectors; gives the first error. */
+static int forget_paths(kf_peer *peer) {
+  int first = 0;
+  for (uint32_t i = 0; i < peer->path_count; i++) {
+    int rc = fi_av_remove(peer->paths[i].domain->av, &peer->paths[i].address, 1, 0);
+    if (first == 0) first = rc;
+  }
+  peer->path_count = 0;
+  return first;
+}
+
+static int add_path(kf_engine *engine, kf_domain *domain, kf_peer *peer, uint32_t remote, kf_error *error) {
+  kf_path *path = &peer->paths[peer->path_count];
+  *path = (kf_path){.domain = domain, .remote = remote};
+  int n = fi_av_insert(domain->av, peer->addresses[remote].bytes, 1, &path->address, 0, NULL);
+  if (n != 1)
+    return kf_fail(error, n < 0 ? n : -FI_EADDRNOTAVAIL, "provider '%s' refused the peer's address: %s",
+                   engine->provider_name, n < 0 ? fi_strerror(-n) : "not a usable address");
+  peer->path_count++;
+  return 0;
+}
+
+static int add_paths(kf_engine *engine, kf_peer *peer, kf_error *error) {
+  peer->paths = calloc((size_t)engine->domain_count * peer->domains, sizeof *peer->paths);
+  if (!peer->paths) return kf_fail(error, -ENOMEM, "out of memory for a peer");
+  for (uint32_t i = 0; i < engine->domain_count; i++)
+    for (uint32_t j = 0; j < peer->domains; j++) {
+      int rc = add_path(engine, &engine->domains[i], peer, j, error);
+      if (rc) return rc;
+    }
+  return 0;
+}
+
+static void free_peer(kf_peer *peer) {
+  free(peer->paths);
+  free(peer);
+}
+
+static kf_peer *insert_new(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, kf_error *error) {
   kf_peer *peer = calloc(1, sizeof *peer);
   if (!peer) {
     kf_fail(error, -ENOMEM, "out of memory for a peer");
     return NULL;
   }
-  memcpy(peer->bytes, bytes, length);
-  peer->length = length;
-  int n = fi_av_insert(engine->endpoint.av, peer->bytes, 1, &peer->address, 0, NULL);
-  if (n != 1) {
-    kf_fail(error, n < 0 ? n : -FI_EADDRNOTAVAIL, "provider '%s' refused the peer's address: %s", engine->provider_name,
-            n < 0 ? fi_strerror(-n) : "not a usable address");
-    free(peer);
+  memcpy(peer->addresses, addresses, domains * sizeof *addresses);
+  peer->domains = domains;
+  if (add_paths(engine, peer, error)) {
+    (void)forget_paths(peer);
+    free_peer(peer);
     return NULL;
   }
   peer->next = engine->peers;
@@ -38,13 +102,10 @@ static kf_peer *insert_new(kf_engine *engine, const unsigned char *bytes, uint32
   return peer;
 }
 
-kf_peer *kf_peers_insert(kf_engine *engine, const unsigned char *bytes, uint32_t length, kf_error *error) {
-  if (!plausible(engine, bytes, length)) {
-    kf_fail(error, -EINVAL, "%u bytes are not an address of provider '%s'", length, engine->provider_name);
-    return NULL;
-  }
-  kf_peer *peer = find(engine, bytes, length);
-  if (!peer) peer = insert_new(engine, bytes, length, error);
+kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, kf_error *error) {
+  if (check(engine, addresses, domains, error)) return NULL;
+  kf_peer *peer = find(engine, addresses, domains);
+  if (!peer) peer = insert_new(engine, addresses, domains, error);
   if (peer) peer->users++;
   return peer;
 }
@@ -53,8 +114,8 @@ static int remove_peer(kf_engine *engine, kf_peer *peer, kf_error *error) {
   kf_peer **link = &engine->peers;
   while (*link != peer) link = &(*link)->next;
   *link = peer->next;
-  int rc = fi_av_remove(engine->endpoint.av, &peer->address, 1, 0);
-  free(peer);
+  int rc = forget_paths(peer);
+  free_peer(peer);
   atomic_fetch_sub(&engine->peer_count, 1);
   return rc ? kf_fail(error, rc, "cannot remove a peer: %s", fi_strerror(-rc)) : 0;
 }
@@ -63,11 +124,11 @@ int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error) {
   return --peer->users ? 0 : remove_peer(engine, peer, error);
 }
 
-/* The endpoint and its address vector are closed already, and every connection with them. */
+/* The endpoints and their address vectors are closed already, and every connection with them. */
 void kf_peers_close(kf_engine *engine) {
   while (engine->peers) {
     kf_peer *peer = engine->peers;
     engine->peers = peer->next;
-    free(peer);
+    free_peer(peer);
   }
 }

@@ -13,43 +13,45 @@
 #define TURN_BYTES (1u << 20)
 #define RESERVE 4 /* one in so many writes is kept for transfers that have little in flight */
 
-static ssize_t post(kf_engine *engine, const kf_transfer *t, const kf_batch *b, kf_write *write, bool seal) {
+static ssize_t post(const kf_transfer *t, const kf_path *path, const kf_batch *b, kf_write *write, bool seal) {
   struct fi_msg_rma message = {.msg_iov = b->local,
                                .desc = (void **)b->descriptors,
                                .iov_count = b->parts,
-                               .addr = t->plan.peer->address,
+                               .addr = path->address,
                                .rma_iov = b->remote,
                                .rma_iov_count = b->parts,
                                .context = &write->context,
                                .data = kf_immediate_pack(t->plan.slot, t->plan.generation, b->pages)};
   uint64_t flags = FI_COMPLETION | FI_REMOTE_CQ_DATA | (seal ? FI_DELIVERY_COMPLETE : 0);
-  return fi_writemsg(engine->endpoint.ep, &message, flags);
+  return fi_writemsg(path->domain->ep, &message, flags);
 }
 
-static ssize_t post_with_faults(kf_engine *engine, const kf_transfer *t, const kf_batch *b, kf_write *write, bool seal) {
+static ssize_t post_with_faults(kf_engine *engine, const kf_transfer *t, const kf_path *path, const kf_batch *b,
+                                kf_write *write, bool seal) {
   if (__builtin_expect(atomic_load_explicit(&engine->faults.on, memory_order_relaxed), false)) {
     if (kf_faults_fail(&engine->faults)) return -FI_EIO;
     if (kf_faults_corrupt(&engine->faults)) write->flipped = (unsigned char *)b->local[0].iov_base + b->bytes / b->parts / 2;
   }
   if (write->flipped) *write->flipped ^= 0xff;
-  ssize_t rc = post(engine, t, b, write, seal);
+  ssize_t rc = post(t, path, b, write, seal);
   if (rc == -FI_EAGAIN) kf_faults_uncount(&engine->faults);
   if (rc && write->flipped) *write->flipped ^= 0xff; /* stays set on EAGAIN: the fault is still owed */
   return rc;
 }
 
 /* A write is out: it holds the bytes that have landed once it completes. */
-static void take_off(kf_engine *engine, kf_transfer *t, kf_write *write, uint64_t bytes, bool seal) {
+static void take_off(kf_engine *engine, kf_transfer *t, kf_path *path, kf_write *write, uint64_t bytes, bool seal) {
   engine->free_writes = write->next;
-  engine->free_count--;
   write->transfer = t;
+  write->path = t->path = path;
   write->bytes = seal ? t->unsealed_bytes + bytes : 0;
   t->unsealed_bytes = seal ? 0 : t->unsealed_bytes + bytes;
   t->unsealed = seal ? 0 : t->unsealed + 1;
   t->in_flight++;
   t->in_flight_bytes += bytes;
   t->stalled_ns = 0;
-  engine->in_flight_bytes += bytes;
+  kf_path_add(path, bytes);
+  kf_add(&path->domain->in_flight, 1);
   kf_add(&engine->in_flight, 1);
 }
 
@@ -63,6 +65,8 @@ static void account(kf_engine *engine, kf_transfer *t, const kf_batch *b, uint64
   kf_add(&engine->total_writes, 1);
   kf_add(&engine->total_pages, b->pages);
   kf_add(&engine->total_bytes, b->bytes);
+  kf_add(&t->path->domain->total_writes, 1);
+  kf_add(&t->path->domain->total_bytes, b->bytes);
 }
 
 static void advance(kf_engine *engine, kf_transfer *t, const kf_batch *b) {
@@ -98,35 +102,39 @@ static bool held_back(kf_engine *engine, const kf_transfer *t) {
   return true;
 }
 
-/* Whether the window is open for one more write once `writes` more with `bytes` are out. A transfer with little in
+/* Whether the domain's window is open for one more write once `writes` more with `bytes` are out. A transfer with little in
  * flight finds it open when the large ones have filled their part. */
-static bool window_open(const kf_engine *engine, const kf_transfer *t, uint32_t writes, uint64_t bytes) {
+static bool window_open(const kf_engine *engine, const kf_transfer *t, const kf_domain *domain, uint32_t writes,
+                        uint64_t bytes) {
   bool small = t->in_flight_bytes + bytes < TURN_BYTES;
   uint64_t limit = engine->options.window_bytes * (small ? 2 : 1);
   uint32_t kept = small ? 0 : engine->options.window / RESERVE;
-  return engine->free_count > writes + kept && engine->in_flight_bytes + bytes < limit;
+  return domain->in_flight + writes + kept < engine->options.window && domain->in_flight_bytes + bytes < limit;
 }
 
 /* Whether another write follows in this turn. A wrong yes costs a flush, a wrong no an acknowledgement. */
-static bool turn_goes_on(const kf_engine *engine, const kf_transfer *t, const kf_batch *b, uint32_t posted, uint64_t bytes) {
+static bool turn_goes_on(const kf_engine *engine, const kf_transfer *t, const kf_domain *domain, const kf_batch *b,
+                         uint32_t posted, uint64_t bytes) {
   if (posted + 1 == TURN_WRITES || bytes + b->bytes >= TURN_BYTES) return false;
   if (b->run == t->plan.run_count && t->layer + 1 == t->layers_seen) return false;
   if (b->run == t->plan.run_count && atomic_load_explicit(&engine->faults.on, memory_order_relaxed)) return false;
-  return window_open(engine, t, 1, b->bytes);
+  return window_open(engine, t, domain, 1, b->bytes);
 }
 
 static bool post_turn(kf_engine *engine, kf_transfer *t) {
+  kf_path *path = t->unsealed ? t->path : kf_paths_choose(engine, t->plan.peer);
+  const kf_domain *domain = path->domain;
   uint32_t posted = 0;
   uint64_t bytes = 0;
   kf_batch b;
-  for (bool more = true; more && window_open(engine, t, 0, 0) && !held_back(engine, t);) {
-    kf_batch_fill(engine, t, &b);
-    more = turn_goes_on(engine, t, &b, posted, bytes);
-    bool seal = !more || !engine->endpoint.ordered;
+  for (bool more = true; more && window_open(engine, t, domain, 0, 0) && !held_back(engine, t);) {
+    kf_batch_fill(engine, t, path, &b);
+    more = turn_goes_on(engine, t, domain, &b, posted, bytes);
+    bool seal = !more || !domain->ordered;
     kf_write *write = engine->free_writes;
     uint64_t now = posted ? 0 : kf_now(); /* before: over sockets the call itself sends */
     if (!now && t->post_ns && t->post_ns[t->layer] == 0) now = kf_now();
-    ssize_t rc = post_with_faults(engine, t, &b, write, seal);
+    ssize_t rc = post_with_faults(engine, t, path, &b, write, seal);
     if (rc == -FI_EAGAIN) {
       if (stalled_too_long(engine, t)) fail(engine, t, FI_ETIMEDOUT);
       break;
@@ -136,7 +144,7 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
       fail(engine, t, (int)-rc);
       return true;
     }
-    take_off(engine, t, write, b.bytes, seal);
+    take_off(engine, t, path, write, b.bytes, seal);
     account(engine, t, &b, now);
     posted++;
     bytes += b.bytes;
@@ -148,22 +156,22 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
 /* A transfer was stopped in the middle of a turn. Its first byte, written once more behind all that was posted, tells
  * when that has landed; it carries no immediate. (A write of nothing would do, but shm 1.17 never completes one.) */
 static bool flush(kf_engine *engine, kf_transfer *t) {
-  if (!engine->free_writes) return false;
+  kf_path *path = t->path;
+  if (path->domain->in_flight >= engine->options.window) return false;
   kf_write *write = engine->free_writes;
   kf_batch first;
-  kf_batch_first(t, &first);
+  kf_batch_first(t, path, &first);
   struct iovec local = {first.local[0].iov_base, 1};
-  struct fi_rma_iov remote = {first.remote[0].addr, 1, t->plan.remote.key};
-  void *descriptor = t->plan.region->local_descriptor;
-  struct fi_msg_rma message = {.msg_iov = &local, .desc = &descriptor, .iov_count = 1, .addr = t->plan.peer->address,
+  struct fi_rma_iov remote = {first.remote[0].addr, 1, first.remote[0].key};
+  struct fi_msg_rma message = {.msg_iov = &local, .desc = first.descriptors, .iov_count = 1, .addr = path->address,
                                .rma_iov = &remote, .rma_iov_count = 1, .context = &write->context};
-  ssize_t rc = fi_writemsg(engine->endpoint.ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
+  ssize_t rc = fi_writemsg(path->domain->ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
   if (rc == 0) {
-    take_off(engine, t, write, 0, true);
+    take_off(engine, t, path, write, 0, true);
     return true;
   }
   if (rc == -FI_EAGAIN && !stalled_too_long(engine, t)) return false;
-  kf_transfer_lose(engine, t);
+  kf_transfer_lose(t);
   kf_transfer_stop(engine, t, KF_END_FAILED, rc == -FI_EAGAIN ? FI_ETIMEDOUT : (int)-rc,
                    "the receiver does not confirm what was written: it has died, or its connection is lost");
   return true;

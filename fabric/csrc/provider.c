@@ -46,7 +46,7 @@ static struct fi_info *hints_for(const kf_provider *provider) {
 int kf_provider_info(const kf_provider *provider, const char *bind, struct fi_info **info) {
   struct fi_info *hints = hints_for(provider);
   if (!hints) return -FI_ENOMEM;
-  const char *node = provider->over_ip ? bind : NULL;
+  const char *node = provider->over_ip && bind && bind[0] ? bind : NULL;
   int rc = fi_getinfo(FI_VERSION(1, 17), node, NULL, node ? FI_SOURCE : 0, hints, info);
   fi_freeinfo(hints);
   return rc;

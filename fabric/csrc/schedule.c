@@ -33,6 +33,9 @@ static int check_pages(const side *s, const kf_schedule *plan, uint32_t run, int
 
 static int check_fields(const kf_schedule *plan, kf_error *error) {
   if (!plan->region || !plan->peer) return kf_fail(error, -EINVAL, "a transfer needs a memory region and a peer");
+  if (plan->remote.domains != plan->peer->domains)
+    return kf_fail(error, -EINVAL, "memory of %u domains does not belong to a peer of %u", plan->remote.domains,
+                   plan->peer->domains);
   if (plan->layers == 0) return kf_fail(error, -EINVAL, "a transfer needs at least one layer");
   if (plan->length == 0) return kf_fail(error, -EINVAL, "a transfer's piece is empty");
   if (plan->slot >= KF_MAX_SLOTS) return kf_fail(error, -EINVAL, "slot %u is not below %d", plan->slot, KF_MAX_SLOTS);

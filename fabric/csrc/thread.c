@@ -43,7 +43,7 @@ static uint64_t nap(kf_engine *e) {
 
 static uint64_t sleep_limit(kf_engine *e) {
   uint64_t limit = FOREVER;
-  if (e->endpoint.wait_fd < 0)
+  if (!kf_domains_have_fds(e))
     limit = nap(e);
   else if (has_work(e))
     limit = SAFETY_NS;
@@ -65,12 +65,23 @@ static void clear_wake(kf_engine *e) {
 
 /* True if it was woken by somebody, not by the completion queue. */
 static bool wait_fds(kf_engine *e, uint64_t limit) {
-  struct pollfd fds[2] = {{e->wake_fd, POLLIN, 0}, {e->endpoint.wait_fd, POLLIN, 0}};
+  struct pollfd fds[1 + KF_MAX_DOMAINS] = {{e->wake_fd, POLLIN, 0}};
+  nfds_t count = 1;
+  for (uint32_t i = 0; kf_domains_have_fds(e) && i < e->domain_count; i++)
+    fds[count++] = (struct pollfd){e->domains[i].wait_fd, POLLIN, 0};
   struct timespec timeout = {(time_t)(limit / 1000000000u), (long)(limit % 1000000000u)};
   atomic_fetch_add(&e->sleeps, 1);
-  int n = ppoll(fds, e->endpoint.wait_fd >= 0 ? 2 : 1, limit == FOREVER ? NULL : &timeout, NULL);
+  int n = ppoll(fds, count, limit == FOREVER ? NULL : &timeout, NULL);
   if (n < 0 && errno != EINTR) kf_add(&e->errors, 1);
   return n > 0 && fds[0].revents;
+}
+
+static bool queues_want_reading(kf_engine *e) {
+  for (uint32_t i = 0; i < e->domain_count; i++) {
+    struct fid *queue = &e->domains[i].cq->fid;
+    if (fi_trywait(e->domains[i].fabric, &queue, 1)) return true;
+  }
+  return false;
 }
 
 /* `sleeping` is set before the last look: who changes something after that look sees it and writes to wake_fd. */
@@ -78,10 +89,7 @@ static void sleep_now(kf_engine *e) {
   uint64_t limit = sleep_limit(e);
   atomic_store(&e->sleeping, true);
   bool wanted = kf_command_waiting(e) || kf_schedule_moved(e) || atomic_load(&e->stopping);
-  if (!wanted && e->endpoint.wait_fd >= 0) {
-    struct fid *queue = &e->endpoint.cq->fid;
-    wanted = fi_trywait(e->endpoint.fabric, &queue, 1) != 0;
-  }
+  if (!wanted && kf_domains_have_fds(e)) wanted = queues_want_reading(e);
   bool woken = !wanted && wait_fds(e, limit);
   bool left_alone = atomic_exchange(&e->sleeping, false); /* false: someone writes, or has written, to wake_fd */
   if (woken || !left_alone) clear_wake(e);
@@ -96,7 +104,7 @@ static bool round_of_work(kf_engine *e) {
 }
 
 static bool receivers_died(kf_engine *e, uint64_t last) {
-  if (e->endpoint.wait_fd >= 0 || !atomic_load(&e->in_flight)) return false;
+  if (kf_domains_have_fds(e) || !atomic_load(&e->in_flight)) return false;
   uint64_t now = kf_now();
   if (now - last < DEAD_CHECK_NS || now - e->dead_check_ns < DEAD_CHECK_NS) return false;
   e->dead_check_ns = now;
@@ -186,8 +194,26 @@ static void drain(kf_engine *e) {
   settle(e, QUIET_NS, deadline + QUIET_NS);
 }
 
+static int open_domains(kf_engine *e) {
+  int rc = 0;
+  for (uint32_t i = 0; rc == 0 && i < e->domain_count; i++)
+    rc = kf_domain_open(&e->domains[i], &e->options, e->open_error);
+  return rc;
+}
+
+static uint32_t pieces_in_a_write(const kf_engine *e) {
+  size_t limit = KF_GATHER_MAX;
+  for (uint32_t i = 0; i < e->domain_count; i++) {
+    const struct fi_tx_attr *attr = e->domains[i].info->tx_attr;
+    if (limit > attr->iov_limit) limit = attr->iov_limit;
+    if (limit > attr->rma_iov_limit) limit = attr->rma_iov_limit;
+  }
+  if (e->options.gather && e->options.gather < limit) return e->options.gather;
+  return limit ? (uint32_t)limit : 1;
+}
+
 static int open_and_report(kf_engine *e) {
-  int rc = kf_endpoint_open(&e->endpoint, &e->options, e->open_error);
+  int rc = open_domains(e);
   pthread_mutex_lock(&e->command_lock);
   e->opened = true;
   e->open_result = rc;
@@ -202,10 +228,7 @@ void *kf_thread_main(void *engine) {
   kf_engine *e = engine;
   (void)prctl(PR_SET_TIMERSLACK, (unsigned long)TIMER_SLACK_NS); /* refused: naps are a little longer */
   if (open_and_report(e) == 0) {
-    size_t limit = e->endpoint.info->tx_attr->iov_limit;
-    if (limit > e->endpoint.info->tx_attr->rma_iov_limit) limit = e->endpoint.info->tx_attr->rma_iov_limit;
-    if (limit > KF_GATHER_MAX) limit = KF_GATHER_MAX;
-    e->gather = e->options.gather && e->options.gather < limit ? e->options.gather : (uint32_t)(limit ? limit : 1);
+    e->gather = pieces_in_a_write(e);
     serve(e);
     drain(e);
   }

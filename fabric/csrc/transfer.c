@@ -87,8 +87,8 @@ void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer) {
 }
 
 /* Its connection is gone: nothing can be learnt any more about writes that were not sealed, and nothing of them lands. */
-void kf_transfer_lose(kf_engine *engine, kf_transfer *transfer) {
-  engine->in_flight_bytes -= transfer->unsealed_bytes;
+void kf_transfer_lose(kf_transfer *transfer) {
+  if (transfer->unsealed) kf_path_sub(transfer->path, transfer->unsealed_bytes);
   transfer->in_flight_bytes -= transfer->unsealed_bytes;
   transfer->unsealed_bytes = 0;
   transfer->unsealed = 0;

@@ -4,7 +4,7 @@ from kvferry_fabric.checksums import page_checksums
 from kvferry_fabric.contract import CounterHandle, Fabric, PeerHandle, RegionHandle
 from kvferry_fabric.engine import TransferEngine
 from kvferry_fabric.errors import FabricError, FabricUnavailable, FabricUnavailableError, OutOfBoundsError
-from kvferry_fabric.events import EngineStats, Event, EventKind, LayerTimes
+from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind, LayerTimes
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer
 from kvferry_fabric.providers import PROVIDERS, providers
 from kvferry_fabric.runs import Runs, runs
@@ -15,6 +15,7 @@ __all__ = [
     "PROVIDERS",
     "ChunkSchedule",
     "CounterHandle",
+    "DomainStats",
     "EngineStats",
     "Event",
     "EventKind",

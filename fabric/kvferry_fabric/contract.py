@@ -36,8 +36,8 @@ class PeerHandle(Closable, Protocol):
     """An engine that can be written to."""
 
     @property
-    def address(self) -> str:
-        """Its address, as its descriptors say it."""
+    def addresses(self) -> tuple[str, ...]:
+        """Its addresses, as its descriptors say them: one a domain."""
         ...
 
 
@@ -68,8 +68,8 @@ class Fabric(Protocol):
         ...
 
     @property
-    def address(self) -> str:
-        """Where it is reached."""
+    def addresses(self) -> tuple[str, ...]:
+        """Where it is reached: one address a domain."""
         ...
 
     @property
@@ -81,8 +81,8 @@ class Fabric(Protocol):
         """Let peers write to writable, contiguous memory, under a key of its own."""
         ...
 
-    def connect(self, address: str) -> PeerHandle:
-        """Prepare to write to the engine at `address`."""
+    def connect(self, addresses: tuple[str, ...]) -> PeerHandle:
+        """Prepare to write to the engine that has these addresses."""
         ...
 
     def new_counter(self) -> CounterHandle:

@@ -1,17 +1,17 @@
-"""TransferEngine: one libfabric endpoint with the C thread that posts and counts."""
+"""TransferEngine: the domains (NICs) of a device group, with the C thread that posts to them and counts."""
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import Lock
 from typing import Any, Self
 
 import numpy as np
-from kvferry_proto.memory import MemoryDescriptor
+from kvferry_proto.memory import MAX_DOMAINS, MemoryDescriptor
 
 from kvferry_fabric.contract import PeerHandle, RegionHandle
 from kvferry_fabric.errors import FabricError, OutOfBoundsError
-from kvferry_fabric.events import EngineStats, Event, EventKind, LayerTimes
+from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind, LayerTimes
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle, own
 from kvferry_fabric.native import NativeEngine
 from kvferry_fabric.providers import choose
@@ -20,9 +20,6 @@ from kvferry_fabric.schedule import ChunkSchedule
 
 _BATCH = 64
 _ADDRESS_ROOM = 256
-_OVER_IP = frozenset({"tcp", "net", "verbs"})
-"""Providers whose addresses are of the form of a struct sockaddr."""
-_FAMILY_BYTES = 2
 _FAULTS = {"corrupt": 1, "delay": 2, "fail": 3}
 _REFUSED = {22, 34}
 """EINVAL and ERANGE: the description of a transfer is at fault."""
@@ -30,6 +27,18 @@ _REFUSED = {22, 34}
 
 def _too_large(wrong: OverflowError) -> OutOfBoundsError:
     return OutOfBoundsError(f"a transfer's numbers must not be negative and fit 64 bits: {wrong}", 34)
+
+
+def _distinct(domains: Sequence[str]) -> tuple[str, ...]:
+    if len(domains) > MAX_DOMAINS or len(set(domains)) < len(domains):
+        msg = f"an engine has up to {MAX_DOMAINS} domains, each another; asked for {', '.join(domains)}"
+        raise FabricError(msg)
+    return tuple(domains)
+
+
+def _remote(memory: MemoryDescriptor) -> dict[str, Any]:
+    keys = [{"base": domain.base, "key": domain.key} for domain in memory.domains]
+    return {"length": memory.length, "domains": len(keys), "keys": keys}
 
 
 class TransferEngine:
@@ -48,12 +57,13 @@ class TransferEngine:
         spin_us: int = 50,
         max_write_bytes: int = 1 << 20,
         bind: str = "127.0.0.1",
+        domains: Sequence[str] = (),
         gather: int = 0,
         window: int = 128,
         window_bytes: int = 8 << 20,
         stall_seconds: float = 2.0,
     ) -> None:
-        """Open an endpoint and start its thread.
+        """Open an endpoint in every domain and start the thread of them all.
 
         Args:
             provider: tcp, net, shm, efa, verbs, or auto: the best present of efa, verbs, tcp.
@@ -61,15 +71,18 @@ class TransferEngine:
             trace: keep per-layer times of each transfer (Event.layers).
             spin_us: how long the thread spins after the last progress before it sleeps.
             max_write_bytes: neighbouring pages are merged into writes of up to this size.
-            bind: local address, for providers over IP.
+            bind: local address, for providers over IP; the one domain, unless `domains` names several.
+            domains: local addresses, one for each domain (NIC) to write and listen on; at most 8.
             gather: scattered pages in one write; 0 means as many as the provider takes.
-            window: writes in flight at most, over all transfers.
-            window_bytes: no more writes are posted while this many bytes are in flight.
+            window: writes in flight in a domain at most, over all transfers.
+            window_bytes: no more writes are posted to a domain while this many bytes are in flight there.
             stall_seconds: a transfer that cannot post anything for this long, because its peer takes nothing, fails.
 
         Raises FabricUnavailableError if the extension or provider is missing, FabricError if it cannot be opened.
         """
-        self.provider = choose(provider, bind)
+        self.binds = _distinct(domains) if domains else (bind,)
+        """Local address of each domain."""
+        self.provider = choose(provider, self.binds[0])
         self.incarnation = incarnation
         options = {
             "spin_ns": spin_us * 1000,
@@ -80,7 +93,7 @@ class TransferEngine:
             "stall_ns": int(stall_seconds * 1e9),
             "trace": trace,
         }
-        self._native = NativeEngine(options, self.provider, bind)
+        self._native = NativeEngine(options, self.provider, self.binds)
         # At interpreter exit, or when nobody refers to the engine: its thread must not outlive the memory it reads.
         self._finalizer = weakref.finalize(self, self._native.close)
         self._trace = trace
@@ -89,36 +102,27 @@ class TransferEngine:
         self._lock = Lock()
         self._events = self._native.ffi.new("kf_event[]", _BATCH)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.address = self._read_address()
-        """fi_getname of the endpoint, in hex."""
+        self.addresses = tuple(self._read_address(index) for index in range(len(self.binds)))
+        """fi_getname of each domain's endpoint, in hex."""
 
-    def _read_address(self) -> str:
+    def _read_address(self, domain: int) -> str:
         ffi, lib = self._native.ffi, self._native.lib
         room, length = ffi.new("unsigned char[]", _ADDRESS_ROOM), ffi.new("uint32_t *")
-        self._native.check(lib.kf_address(self._native.pointer, room, _ADDRESS_ROOM, length), "endpoint address")
+        code = lib.kf_address(self._native.pointer, domain, room, _ADDRESS_ROOM, length)
+        self._native.check(code, "endpoint address")
         return bytes(ffi.buffer(room, length[0])).hex()
 
     def register(self, buffer: memoryview) -> MemoryRegion:
-        """Register writable, contiguous memory and keep it alive. Each registration has a key of its own."""
-        identity = {"provider": self.provider, "address": self.address, "incarnation": self.incarnation}
+        """Register writable, contiguous memory and keep it alive. Each registration has keys of its own."""
+        identity = {"provider": self.provider, "addresses": self.addresses, "incarnation": self.incarnation}
         return MemoryRegion(self._native, self._handles, buffer, identity)
 
-    def connect(self, address: str) -> Peer:
-        """Prepare to write to the engine at `address`. Raises FabricError if that is no address of this provider."""
-        if self._is_of_another_family(address):
-            msg = f"peer address {address[:80]!r} is not an address of the family of this endpoint's, {self.address}"
-            raise FabricError(msg)
-        return Peer(self._native, self._handles, address)
+    def connect(self, addresses: tuple[str, ...]) -> Peer:
+        """Prepare to write to the engine with these addresses, one for each of its domains.
 
-    def _is_of_another_family(self, address: str) -> bool:
-        # libfabric's address vector takes the family of whatever comes first for its own, then refuses all others: one
-        # wrong address, refused as it is, would be the last that this endpoint hears of anybody.
-        try:
-            raw, own = bytes.fromhex(address), bytes.fromhex(self.address)
-        except ValueError:
-            return False
-        alike = self.provider in _OVER_IP and len(raw) == len(own)
-        return alike and raw[:_FAMILY_BYTES] != own[:_FAMILY_BYTES]
+        Raises FabricError if one of them is no address of this provider and of this engine's address family.
+        """
+        return Peer(self._native, self._handles, addresses)
 
     def new_counter(self) -> LayerCounter:
         """Return a layer counter that stands at 0."""
@@ -168,12 +172,13 @@ class TransferEngine:
             with self._lock:  # the event may be polled before this thread goes on
                 transfer = int(
                     native.lib.kf_write_one(
-                        native.pointer, source, source_offset, target, remote.base, remote.length,
-                        remote.key, destination_offset, length, slot, generation, error,
+                        native.pointer, source, source_offset, target,
+                        native.ffi.new("kf_remote *", _remote(remote)), destination_offset, length, slot, generation,
+                        error,
                     )
                 )  # fmt: skip
                 if transfer:
-                    self._transfers[transfer] = (peer.address, 1)
+                    self._transfers[transfer] = (peer.addresses[0], 1)
         except OverflowError as wrong:
             raise _too_large(wrong) from wrong
         return self._started(transfer, error)
@@ -189,7 +194,7 @@ class TransferEngine:
         with self._lock:  # the event may be polled before this thread goes on
             transfer = int(native.lib.kf_start(native.pointer, plan, error))
             if transfer:
-                self._transfers[transfer] = (chunk.peer.address, chunk.layers)
+                self._transfers[transfer] = (chunk.peer.addresses[0], chunk.layers)
         return self._started(transfer, error)
 
     def _started(self, transfer: int, error: Any) -> int:  # noqa: ANN401 - cdata
@@ -199,15 +204,14 @@ class TransferEngine:
         return transfer
 
     def _check_remote(self, remote: MemoryDescriptor, peer: PeerHandle) -> None:
-        if (remote.provider, remote.address) != (self.provider, peer.address):
+        if (remote.provider, remote.addresses) != (self.provider, peer.addresses):
             msg = (
-                f"memory of {remote.provider} endpoint {remote.address} cannot be written through "
-                f"{self.provider} peer {peer.address}"
+                f"memory of {remote.provider} endpoints {', '.join(remote.addresses)} cannot be written through "
+                f"{self.provider} peer {', '.join(peer.addresses)}"
             )
             raise FabricError(msg)
 
     def _fields(self, chunk: ChunkSchedule, runs: Runs) -> dict[str, Any]:
-        remote = chunk.remote
         return {
             "counter": own(self._native, chunk.counter, LayerCounter) if chunk.counter else self._native.ffi.NULL,
             "first_value": chunk.first_value,
@@ -217,7 +221,7 @@ class TransferEngine:
             "run_count": len(runs),
             "region": own(self._native, chunk.region, MemoryRegion),
             "peer": own(self._native, chunk.peer, Peer),
-            "remote": {"base": remote.base, "length": remote.length, "key": remote.key},
+            "remote": _remote(chunk.remote),
             "source_start": chunk.source_start,
             "destination_start": chunk.destination_start,
             "source_layer_stride": chunk.source_layer_stride,
@@ -308,6 +312,15 @@ class TransferEngine:
         values = self._native.ffi.new("kf_stats_values *")
         self._native.lib.kf_stats(self._native.pointer, values)
         return EngineStats(**{name: getattr(values, name) for name in EngineStats._fields})
+
+    def domain_stats(self) -> tuple[DomainStats, ...]:
+        """Return the counts of each domain."""
+        values = self._native.ffi.new("kf_domain_values *")
+        stats = []
+        for index in range(len(self.binds)):
+            self._native.check(self._native.lib.kf_domain_stats(self._native.pointer, index, values), "domain")
+            stats.append(DomainStats(**{name: getattr(values, name) for name in DomainStats._fields}))
+        return tuple(stats)
 
     def fault(self, kind: str, value: int) -> None:
         """Inject a fault, for tests: "corrupt" or "fail" the value-th write from now, "delay" all by value ns; 0: none.

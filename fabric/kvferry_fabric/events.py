@@ -54,9 +54,19 @@ class Event:
     text: str = ""
     """FAILED: what went wrong."""
     peer: str = ""
-    """Transfers: address of the receiver, hex."""
+    """Transfers: address of the receiver's first domain, hex."""
     layers: LayerTimes | None = None
     """Transfers of an engine opened with trace=True."""
+
+
+class DomainStats(NamedTuple):
+    """Counts of one domain (NIC). The first two are what is in flight now."""
+
+    in_flight_writes: int
+    in_flight_bytes: int
+    """Posted, and not known to have landed."""
+    writes: int
+    bytes: int
 
 
 class EngineStats(NamedTuple):

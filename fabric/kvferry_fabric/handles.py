@@ -2,7 +2,7 @@
 
 from typing import Any, Self, TypeVar
 
-from kvferry_proto.memory import MemoryDescriptor
+from kvferry_proto.memory import DomainMemory, MemoryDescriptor
 
 from kvferry_fabric.errors import FabricError
 from kvferry_fabric.native import NativeEngine
@@ -67,13 +67,21 @@ def own(native: NativeEngine, handle: object, kind: type[H]) -> Any:  # noqa: AN
     raise FabricError(msg)
 
 
+def _described(remote: Any, provider: str, addresses: tuple[str, ...], incarnation: int) -> MemoryDescriptor:  # noqa: ANN401 - cdata
+    domains = tuple(
+        DomainMemory(address=address, base=remote.keys[i].base, key=remote.keys[i].key)
+        for i, address in enumerate(addresses)
+    )
+    return MemoryDescriptor(provider=provider, length=remote.length, incarnation=incarnation, domains=domains)
+
+
 class MemoryRegion(_Handle):
     """Registered memory; keeps its buffer alive. Closing it makes writes with its key fail."""
 
     what = "memory region"
 
     def __init__(self, native: NativeEngine, owner: set[_Handle], buffer: memoryview, identity: dict[str, Any]) -> None:
-        """Register `buffer` (writable, contiguous). `identity`: provider, address and incarnation of the engine."""
+        """Register `buffer` (writable, contiguous). `identity`: provider, addresses and incarnation of the engine."""
         self._pinned = native.ffi.from_buffer("unsigned char[]", buffer, require_writable=True)
         error = native.new_error()
         handle = native.lib.kf_register(native.pointer, self._pinned, len(self._pinned), error)
@@ -82,7 +90,7 @@ class MemoryRegion(_Handle):
             native.fail(error)
         remote = native.ffi.new("kf_remote *")
         native.lib.kf_region_remote(handle, remote)
-        self.descriptor = MemoryDescriptor(base=remote.base, length=remote.length, key=remote.key, **identity)
+        self.descriptor = _described(remote, **identity)
         super().__init__(native, owner, handle)
 
     def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata
@@ -95,23 +103,27 @@ class MemoryRegion(_Handle):
         super().forget()
 
 
+def _raw(address: str) -> bytes:
+    try:
+        return bytes.fromhex(address)
+    except ValueError as wrong:
+        msg = f"peer address {address[:80]!r} is not hexadecimal"
+        raise FabricError(msg) from wrong
+
+
 class Peer(_Handle):
-    """An engine that can be written to. Connecting to the same address again shares the connection."""
+    """An engine that can be written to. Connecting to the same addresses again shares the connections."""
 
     what = "peer"
 
-    def __init__(self, native: NativeEngine, owner: set[_Handle], address: str) -> None:
-        try:
-            raw = bytes.fromhex(address)
-        except ValueError as wrong:
-            msg = f"peer address {address[:80]!r} is not hexadecimal"
-            raise FabricError(msg) from wrong
+    def __init__(self, native: NativeEngine, owner: set[_Handle], addresses: tuple[str, ...]) -> None:
+        raw = [_raw(address) for address in addresses]
         error = native.new_error()
-        handle = native.lib.kf_connect(native.pointer, raw, len(raw), error)
+        handle = native.lib.kf_connect(native.pointer, b"".join(raw), list(map(len, raw)), len(raw), error)
         if not handle:
             native.fail(error)
-        self.address = address
-        """fi_getname of the peer's endpoint, in hex."""
+        self.addresses = addresses
+        """fi_getname of each of the peer's endpoints, in hex."""
         super().__init__(native, owner, handle)
 
     def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata

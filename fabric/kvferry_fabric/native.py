@@ -2,6 +2,7 @@
 
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kvferry_fabric.errors import FabricError, FabricUnavailableError
@@ -35,16 +36,21 @@ def load() -> tuple[Any, Any]:
 class NativeEngine:
     """An open kf_engine, shared by the engine and the handles that it gave out."""
 
-    def __init__(self, options: dict[str, Any], provider: str, bind: str) -> None:
-        """Open it. Raises FabricError, or FabricUnavailableError if the extension or the provider is missing."""
+    def __init__(self, options: dict[str, Any], provider: str, binds: Sequence[str]) -> None:
+        """Open it, with a domain for each of `binds`.
+
+        Raises FabricError, or FabricUnavailableError if the extension or the provider is missing.
+        """
         self.ffi, self.lib = load()
-        self._names = (self.ffi.new("char[]", provider.encode()), self.ffi.new("char[]", bind.encode()))
-        settings = self.ffi.new("kf_options *", {"provider": self._names[0], "bind": self._names[1], **options})
+        names = [self.ffi.new("char[]", name.encode()) for name in (provider, *binds)]
+        pointers = self.ffi.new("const char *[]", names[1:])
+        fields = {"provider": names[0], "binds": pointers, "domains": len(binds)}
+        settings = self.ffi.new("kf_options *", {**fields, **options})
         error = self.new_error()
         pointer = self.lib.kf_open(settings, error)
         if not pointer:
             text, code = self.describe(error)
-            missing = not self.lib.kf_available(*self._names)
+            missing = not all(self.lib.kf_available(names[0], bind) for bind in names[1:])
             raise FabricUnavailableError(text, code) if missing else FabricError(text, code)
         self._pointer: Any = pointer
 

@@ -2,6 +2,19 @@
 
 import msgspec
 
+MAX_DOMAINS = 8
+"""Domains (NICs) of one engine, at most."""
+
+
+class DomainMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """How a registered region is reached through one domain of its owner."""
+
+    address: str
+    """fi_getname of the domain's endpoint, in hex."""
+    base: int
+    """What a writer adds its offset to: a virtual address, or 0 where the provider addresses by offset."""
+    key: int
+
 
 class MemoryDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """A registered region of one rank, as its owner tells it to a writer.
@@ -11,12 +24,14 @@ class MemoryDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     provider: str
-    """libfabric provider whose endpoint is meant by `address`."""
-    address: str
-    """fi_getname of the owner's endpoint, in hex."""
-    base: int
-    """What a writer adds its offset to: a virtual address, or 0 where the provider addresses by offset."""
+    """libfabric provider of all its domains."""
     length: int
     """Bytes."""
-    key: int
     incarnation: int
+    domains: tuple[DomainMemory, ...]
+    """One for each of the 1 to 8 domains of the owner; the number of the writer's may be another."""
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of the owner, one a domain: what a writer connects to."""
+        return tuple(domain.address for domain in self.domains)

@@ -1,5 +1,5 @@
 /* Two engines in one process, argv[1] the provider: layers bumped by one thread, cancelled and polled by another.
- * A second argument: as over a provider where writes land in any order. */
+ * A second argument: `unordered`, as over a provider where writes land in any order, or `3:2`, so many domains. */
 #include "internal.h"
 
 #include "check.h"
@@ -20,6 +20,7 @@ typedef struct {
 
 static const char *provider;
 static bool unordered;
+static uint32_t domain_counts[2] = {1, 1};
 static kf_counter *counter;
 static _Atomic int stop;
 
@@ -28,8 +29,9 @@ static void nap(void) {
   nanosleep(&ms, NULL);
 }
 
-static side open_side(int fill) {
-  kf_options options = {.provider = provider, .bind = "127.0.0.1", .spin_ns = 20000, .max_write_bytes = 1 << 16,
+static side open_side(int fill, uint32_t domains) {
+  const char *binds[] = {"127.0.0.1", "127.0.0.2", "127.0.0.3"};
+  kf_options options = {.provider = provider, .binds = binds, .domains = domains, .spin_ns = 20000, .max_write_bytes = 1 << 16,
                         .window_bytes = 1 << 18, .window = 16, .stall_ns = 5000000000u, .trace = 1};
   kf_error error;
   side s = {kf_open(&options, &error), NULL, malloc(LAYERS * PAGES * PAGE)};
@@ -38,17 +40,18 @@ static side open_side(int fill) {
   for (int i = 0; i < LAYERS * PAGES * PAGE; i++) s.memory[i] = fill ? (unsigned char)fill : (unsigned char)(i * 7 + i / PAGE);
   s.region = kf_register(s.engine, s.memory, LAYERS * PAGES * PAGE, &error);
   CHECK(s.region);
-  if (unordered) s.engine->endpoint.ordered = false; /* its thread has nothing to post yet */
+  for (uint32_t i = 0; unordered && i < domains; i++) s.engine->domains[i].ordered = false; /* its thread has nothing to post yet */
   return s;
 }
 
 static kf_peer *connect_sides(side *from, side *to) {
-  unsigned char address[256];
-  uint32_t length;
+  unsigned char addresses[KF_MAX_DOMAINS * 256], *at = addresses;
+  uint32_t lengths[KF_MAX_DOMAINS], domains = to->engine->domain_count;
   kf_error error;
-  CHECK(kf_address(to->engine, address, sizeof address, &length) == 0);
-  kf_peer *peer = kf_connect(from->engine, address, length, &error);
-  CHECK(peer && kf_connect(from->engine, address, length, &error) == peer); /* shared */
+  for (uint32_t i = 0; i < domains; at += lengths[i++]) CHECK(kf_address(to->engine, i, at, 256, &lengths[i]) == 0);
+  CHECK(kf_address(to->engine, domains, at, 256, &lengths[0]) == -EINVAL);
+  kf_peer *peer = kf_connect(from->engine, addresses, lengths, domains, &error);
+  CHECK(peer && kf_connect(from->engine, addresses, lengths, domains, &error) == peer); /* shared */
   CHECK(kf_disconnect(from->engine, peer, &error) == 0);
   return peer;
 }
@@ -138,7 +141,7 @@ static void closing_in_the_middle(void) {
   kf_run runs[PAGES];
   kf_error error;
   kf_stats_values stats;
-  side from = open_side(0), to = open_side(0xA5);
+  side from = open_side(0, domain_counts[0]), to = open_side(0xA5, domain_counts[1]);
   kf_peer *peer = connect_sides(&from, &to);
   for (int i = 0; i < PAGES; i++) runs[i] = (kf_run){i, PAGES - 1 - i, 1};
   for (int i = 0; i < 20; i++) {
@@ -156,10 +159,11 @@ static void closing_in_the_middle(void) {
 
 int main(int argc, char **argv) {
   provider = argc > 1 ? argv[1] : "tcp";
-  unordered = argc > 2;
+  unordered = argc > 2 && strcmp(argv[2], "unordered") == 0;
+  if (argc > 2 && !unordered) sscanf(argv[2], "%u:%u", &domain_counts[0], &domain_counts[1]);
   kf_error error;
   kf_stats_values stats;
-  side from = open_side(0), to = open_side(0xA5);
+  side from = open_side(0, domain_counts[0]), to = open_side(0xA5, domain_counts[1]);
   counter = kf_counter_new(from.engine, &error);
   CHECK(counter && kf_counter_address(counter) % 64 == 0);
   kf_peer *peer = connect_sides(&from, &to);

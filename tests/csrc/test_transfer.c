@@ -18,11 +18,11 @@ static void only_draining_leads_to_an_end(void) {
 
 static char memory[4096];
 static kf_region region = {.start = memory, .length = sizeof memory};
-static kf_peer peer;
+static kf_peer peer = {.domains = 1};
 
 static kf_schedule plan_of(const kf_run *runs, uint32_t count) {
   return (kf_schedule){.layers = 2, .run_count = count, .runs = runs, .region = &region, .peer = &peer,
-                       .remote = {.length = sizeof memory}, .source_layer_stride = 2048,
+                       .remote = {.length = sizeof memory, .domains = 1}, .source_layer_stride = 2048,
                        .destination_layer_stride = 2048, .source_page_stride = 256, .destination_page_stride = 256,
                        .length = 256};
 }
@@ -68,6 +68,9 @@ static void schedules_are_checked(void) {
   plan.layers = UINT32_MAX;
   plan.source_layer_stride = plan.destination_layer_stride = UINT64_MAX / 2; /* products beyond 64 bits */
   CHECK(kf_schedule_check(&plan, &error) == -ERANGE);
+  plan = plan_of(good, 2);
+  plan.remote.domains = 2;
+  CHECK(kf_schedule_check(&plan, &error) == -EINVAL && strstr(error.text, "2 domains"));
   plan = plan_of(good, 2);
   plan.length = UINT64_MAX;
   CHECK(kf_schedule_check(&plan, NULL) == -ERANGE);

@@ -141,7 +141,7 @@ class Puppet(Impostor):
         """Write every page of these layers, and wait until all have arrived."""
         remote = msgspec.convert(self.order["memory"][0], MemoryDescriptor)
         stride = remote.length // self.layout.layers
-        with self.engine.connect(remote.address) as peer:
+        with self.engine.connect(remote.addresses) as peer:
             for layer in layers:
                 for page in self.pages:
                     self._write(peer, remote, layer * stride + page * self.layout.page_bytes)

@@ -255,6 +255,11 @@ def described(victim, **changes):
     return [msgspec.structs.replace(victim.region.descriptor, **changes)]
 
 
+def through(victim, **changes):
+    """The victim's memory, with the one domain that it is reached through changed."""
+    return described(victim, domains=(msgspec.structs.replace(victim.region.descriptor.domains[0], **changes),))
+
+
 def test_an_order_of_a_stranger_that_is_in_order_is_carried_out(cluster, victim):
     """The control of the tests below: what they change is all that is wrong."""
     with Stranger(cluster, "prefiller0") as stranger:
@@ -284,15 +289,17 @@ HOSTILE_ORDERS = {
     "memory of length 0": lambda v: {"memory": described(v, length=0)},
     "memory of negative length": lambda v: {"memory": described(v, length=-len(v.memory))},
     "memory of torn length": lambda v: {"memory": described(v, length=len(v.memory) - 1)},
-    "memory at a negative address": lambda v: {"memory": described(v, base=-5)},
-    "negative key": lambda v: {"memory": described(v, key=-1)},
+    "memory at a negative address": lambda v: {"memory": through(v, base=-5)},
+    "negative key": lambda v: {"memory": through(v, key=-1)},
+    "memory of no domain": lambda v: {"memory": described(v, domains=())},
+    "memory of nine domains": lambda v: {"memory": described(v, domains=v.region.descriptor.domains * 9)},
     "foreign provider": lambda v: {"memory": described(v, provider="efa")},
-    "address of nothing": lambda v: {"memory": described(v, address="")},
-    "address that is no hex": lambda v: {"memory": described(v, address="nowhere")},
-    "address of garbage": lambda v: {"memory": described(v, address="ff" * 16)},
-    "address of a family of its own": lambda v: {"memory": described(v, address="0a00" + "7f" * 14)},
-    "address of port 0": lambda v: {"memory": described(v, address="020000007f000001" + "00" * 8)},
-    "address too long": lambda v: {"memory": described(v, address="ff" * 100_000)},
+    "address of nothing": lambda v: {"memory": through(v, address="")},
+    "address that is no hex": lambda v: {"memory": through(v, address="nowhere")},
+    "address of garbage": lambda v: {"memory": through(v, address="ff" * 16)},
+    "address of a family of its own": lambda v: {"memory": through(v, address="0a00" + "7f" * 14)},
+    "address of port 0": lambda v: {"memory": through(v, address="020000007f000001" + "00" * 8)},
+    "address too long": lambda v: {"memory": through(v, address="ff" * 100_000)},
     "other model": lambda v: {"layout": msgspec.structs.replace(v.layout, model="other")},
     "other page size": lambda v: {"layout": msgspec.structs.replace(v.layout, page_size=16)},
     "countless ranks": lambda v: {"layout": msgspec.structs.replace(v.layout, ranks=v.layout.kv_heads * 10**9)},
@@ -312,21 +319,21 @@ def test_a_hostile_order_is_refused_before_anything_is_written(cluster, victim, 
 
 
 HOSTILE_WRITES = {
-    "key of nothing": lambda v: {"memory": described(v, key=v.region.descriptor.key + 977)},
+    "key of nothing": lambda v: {"memory": through(v, key=v.region.descriptor.domains[0].key + 977)},
     "memory that is longer than registered": lambda v: {
         "memory": described(v, length=1000 * v.layout.layers * v.layout.page_bytes),
         "pages": Int32s([997, 998, 999]),
     },
     "memory beside what is registered": lambda v: {
-        "memory": described(v, base=v.region.descriptor.base + (1 << 30)),
+        "memory": through(v, base=v.region.descriptor.domains[0].base + (1 << 30)),
     },
-    "address where nobody listens": lambda v: {"memory": described(v, address=_nobodys_address())},
+    "address where nobody listens": lambda v: {"memory": through(v, address=_nobodys_address())},
 }
 
 
 def _nobodys_address():
     with closing(TransferEngine("tcp", incarnation=1)) as engine:
-        return engine.address
+        return engine.addresses[0]
 
 
 @pytest.mark.parametrize("what", HOSTILE_WRITES)
@@ -355,7 +362,8 @@ async def test_a_stranger_with_a_wrong_key_to_a_decoder_costs_no_request(cluster
         running = [Stream(cluster.url, prompt(200, seed), 40) for seed in range(4)]
         with Stranger(cluster, "prefiller0") as stranger:
             for _ in range(5):
-                wrong = msgspec.structs.replace(memory, key=memory.key + 977)
+                domain = msgspec.structs.replace(memory.domains[0], key=memory.domains[0].key + 977)
+                wrong = msgspec.structs.replace(memory, domains=(domain,))
                 stranger.say(order_of(decoder.layout, wrong))
                 assert (await asyncio.to_thread(stranger.hear))["error"]["code"] == "transfer_failed"
         answers = [await stream.end() for stream in running]

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fabric_rig as rig
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvferry_fabric import FabricError, OutOfBoundsError, TransferEngine
-from kvferry_proto.memory import MemoryDescriptor
 
 LAYERS, PAGES, PAGE = 3, 8, 512
 
@@ -94,10 +94,7 @@ def fits(rows, layers, length, *, start, stride, offset, room, column) -> bool:
 def test_exactly_the_schedules_that_fit_are_taken(  # noqa: PLR0917 - hypothesis fills them by name
     pair, rows, layers, length, starts, strides, offsets, room
 ) -> None:
-    whole = pair.remote.descriptor
-    remote = MemoryDescriptor(
-        provider=whole.provider, address=whole.address, base=whole.base, length=room, key=whole.key, incarnation=2
-    )
+    remote = msgspec.structs.replace(pair.remote.descriptor, length=room)
     chunk = pair.chunk(
         np.arange(1), np.arange(1), runs=table(*rows), layers=layers, length=length, remote=remote,
         source_start=starts[0], destination_start=starts[1], source_layer_stride=strides[0],
@@ -127,15 +124,15 @@ def test_a_descriptor_of_another_endpoint_is_refused(pair) -> None:
 @pytest.mark.parametrize("address", ["zz", "", "00", "ff" * 300, "00" * 15])
 def test_addresses_that_cannot_be_are_refused(pair, address) -> None:
     with pytest.raises(FabricError, match=r"not hexadecimal|not an address"):
-        pair.sender.connect(address)
+        pair.sender.connect((address,))
 
 
 @pytest.mark.parametrize("address", ["ff" * 16, "00" * 16, "01002f" + "00" * 13, "ff ff" + "00" * 14])
 def test_an_address_of_another_family_is_not_the_last_that_is_taken(address) -> None:
     with TransferEngine("tcp", incarnation=1) as first, TransferEngine("tcp", incarnation=2) as other:
         with pytest.raises(FabricError, match="not an address"):
-            first.connect(address)
-        first.connect(other.address).close()
+            first.connect((address,))
+        first.connect(other.addresses).close()
 
 
 def test_read_only_memory_is_refused(pair) -> None:

@@ -4,12 +4,12 @@ import errno
 from collections.abc import Iterator
 
 import fabric_rig as rig
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvferry_fabric import EventKind, FabricError, OutOfBoundsError
-from kvferry_proto.memory import MemoryDescriptor
 
 ENGINES = ("memory", rig.PROVIDERS[0])
 HELD = ("armed_slots", "active_transfers", "held_transfers", "in_flight_writes", "regions", "peers", "counters")
@@ -43,7 +43,7 @@ def test_faults_hit_the_write_that_they_are_set_for(pair) -> None:
     pair.sender.fault("fail", 1)
     pair.sender.schedule_layers(pair.chunk(source[:10], target[:10]))
     failed = rig.end_of(pair.sender)
-    assert (failed.kind, failed.error, failed.peer) == (EventKind.FAILED, errno.EIO, pair.peer.address)
+    assert (failed.kind, failed.error, failed.peer) == (EventKind.FAILED, errno.EIO, pair.peer.addresses[0])
     assert "could not be posted" in failed.text
     pair.sender.fault("corrupt", 1)
     pair.sender.schedule_layers(pair.chunk(source, target))
@@ -68,7 +68,7 @@ def test_a_delayed_write_waits_and_can_be_cancelled(pair) -> None:
 
 def test_a_closed_regions_key_opens_nothing(pair) -> None:
     second = pair.receiver.register(memoryview(pair.target).cast("B"))
-    assert second.descriptor.key != pair.remote.descriptor.key
+    assert second.descriptor.domains != pair.remote.descriptor.domains
     second.close()
     pages = np.arange(5)
     pair.sender.schedule_layers(pair.chunk(pages, pages, remote=second.descriptor, counter=None))
@@ -87,7 +87,11 @@ def test_handles_are_kept_while_a_transfer_needs_them_and_are_of_their_engine_al
     pair.sender.cancel(transfer)
     rig.end_of(pair.sender)
     other = pair.receiver.new_counter()
-    for wrong in ({"region": pair.remote}, {"counter": other}, {"peer": pair.receiver.connect(pair.receiver.address)}):
+    for wrong in (
+        {"region": pair.remote},
+        {"counter": other},
+        {"peer": pair.receiver.connect(pair.receiver.addresses)},
+    ):
         with pytest.raises(FabricError, match="of this engine"):
             pair.sender.schedule_layers(pair.chunk(pages, pages, **wrong))
     other.close()
@@ -103,7 +107,7 @@ def test_handles_are_kept_while_a_transfer_needs_them_and_are_of_their_engine_al
 def test_what_cannot_be_is_refused_at_once(pair) -> None:
     for address in ("zz", "", "00", "ff" * 300):
         with pytest.raises(FabricError, match=r"not hexadecimal|not an address"):
-            pair.sender.connect(address)
+            pair.sender.connect((address,))
     with pytest.raises(BufferError):
         pair.sender.register(memoryview(b"read only"))
     with pytest.raises(FabricError, match="slot 1024"):
@@ -147,10 +151,7 @@ def test_both_take_and_refuse_the_same_schedules(both, data) -> None:
     room = data.draw(st.sampled_from([0, 512, 3 * 8 * 512]))
     verdicts = []
     for pair in both:
-        whole = pair.remote.descriptor
-        remote = MemoryDescriptor(
-            provider=whole.provider, address=whole.address, base=whole.base, length=room, key=whole.key, incarnation=2
-        )
+        remote = msgspec.structs.replace(pair.remote.descriptor, length=room)
         try:
             pair.sender.cancel(
                 pair.sender.schedule_layers(pair.chunk(np.arange(1), np.arange(1), runs=rows, remote=remote, **changes))

@@ -89,7 +89,7 @@ def test_a_refused_write_fails_its_transfer_and_no_other(pair) -> None:
     failed = rig.end_of(pair.sender)
     assert (failed.kind, failed.error) == (EventKind.FAILED, errno.EIO)
     assert "could not be posted" in failed.text
-    assert failed.peer == pair.receiver.address
+    assert failed.peer == pair.receiver.addresses[0]
     pair.sender.schedule_layers(pair.chunk(source[10:], target[10:]))
     assert rig.end_of(pair.sender).kind is EventKind.DONE
 
@@ -103,7 +103,7 @@ def test_an_unknown_fault_is_refused(pair) -> None:
 def test_a_revoked_key_lets_nothing_land_and_fails_the_writer(provider) -> None:
     pair = rig.Pair(provider)
     second = pair.receiver.register(memoryview(pair.target).cast("B"))
-    assert second.descriptor.key != pair.remote.descriptor.key
+    assert second.descriptor.domains[0].key != pair.remote.descriptor.domains[0].key
     pages = np.arange(5)
 
     def send(descriptor) -> EventKind:
@@ -150,7 +150,7 @@ class Sender:
         return self.engine.schedule_layers(
             ChunkSchedule(
                 counter=None, first_value=0, layers=1, region=self.region, slot=1, generation=generation,
-                peer=self.engine.connect(receiver.descriptor.address), remote=receiver.descriptor,
+                peer=self.engine.connect(receiver.descriptor.addresses), remote=receiver.descriptor,
                 source_layer_stride=0, destination_layer_stride=0, source_page_stride=self.page, length=self.page,
                 destination_page_stride=self.page, runs=runs(self.pages - 1 - np.arange(pages), np.arange(pages)),
             )
@@ -206,7 +206,7 @@ def test_a_killed_receiver_fails_its_transfers_and_no_others(sender) -> None:
         doomed.kill()
         failed = rig.end_of(sender.engine)
         assert (failed.kind, failed.transfer, failed.error) == (EventKind.FAILED, transfer, errno.ECONNRESET)
-        assert failed.peer == doomed.descriptor.address
+        assert failed.peer == doomed.descriptor.addresses[0]
         healthy.ask(f"expect 1 1 {sender.pages}")
         sender.start(healthy, sender.pages)
         assert rig.end_of(sender.engine).kind is EventKind.DONE
@@ -221,13 +221,14 @@ def test_a_killed_receiver_fails_its_transfers_and_no_others(sender) -> None:
 
 
 WRITER = """
-import json, sys
+import sys
+import msgspec
 import numpy as np
 from kvferry_fabric import ChunkSchedule, TransferEngine, runs
 from kvferry_proto.memory import MemoryDescriptor
-remote = MemoryDescriptor(**json.loads(sys.argv[1]))
+remote = msgspec.json.decode(sys.argv[1], type=MemoryDescriptor)
 engine = TransferEngine(remote.provider, incarnation=3)
-region, peer = engine.register(memoryview(bytearray(remote.length))), engine.connect(remote.address)
+region, peer = engine.register(memoryview(bytearray(remote.length))), engine.connect(remote.addresses)
 pages = np.arange(remote.length >> 20)
 while True:
     engine.schedule_layers(ChunkSchedule(

@@ -113,7 +113,7 @@ def test_a_receiver_killed_with_the_last_write_unconfirmed_fails_the_transfer(pr
         def start(pages: int) -> int:
             chunk = ChunkSchedule(
                 counter=None, first_value=0, layers=1, region=region, slot=1, generation=1, length=PAGE,
-                peer=engine.connect(doomed.descriptor.address), remote=doomed.descriptor, source_layer_stride=0,
+                peer=engine.connect(doomed.descriptor.addresses), remote=doomed.descriptor, source_layer_stride=0,
                 destination_layer_stride=0, source_page_stride=PAGE, destination_page_stride=PAGE,
                 runs=runs(63 - np.arange(pages), np.arange(pages)),
             )  # fmt: skip

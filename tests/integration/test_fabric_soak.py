@@ -132,7 +132,7 @@ source, target = np.ones(1 << 20, np.uint8), np.zeros(1 << 20, np.uint8)
 sender, receiver = TransferEngine("tcp", incarnation=1), TransferEngine("tcp", incarnation=2)
 sender.schedule_layers(ChunkSchedule(
     counter=None, first_value=0, layers=1, region=sender.register(memoryview(source)),
-    peer=sender.connect(receiver.address), remote=receiver.register(memoryview(target)).descriptor,
+    peer=sender.connect(receiver.addresses), remote=receiver.register(memoryview(target)).descriptor,
     slot=0, generation=0, source_layer_stride=0, destination_layer_stride=0, source_page_stride=4096,
     destination_page_stride=4096, length=4096, runs=runs(pages[::-1], pages)))
 while sender.stats().writes == 0:

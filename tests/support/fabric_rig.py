@@ -9,7 +9,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 from kvferry_fabric import ChunkSchedule, Event, EventKind, Fabric, TransferEngine, runs
 from kvferry_fabric.in_memory import MemoryEngine, Network
@@ -62,25 +64,26 @@ def open_engine(provider: str, network: Network, incarnation: int, **options) ->
     """An engine over libfabric, or over `network` if the provider is "memory"."""
     if provider == "memory":
         return MemoryEngine(network, incarnation=incarnation, trace=options.get("trace", False))
-    return TransferEngine(provider, incarnation=incarnation, bind=BIND, **options)
+    return TransferEngine(provider, incarnation=incarnation, **{"bind": BIND, **options})
 
 
 class Pair:
     """A sender and a receiver in this process, with memory shaped [layer][page][byte]; the sender's is random."""
 
     def __init__(
-        self, provider: str, layers: int = 3, pages: int = 48, page: int = 4096, seed: int = 7, **options
-    ) -> None:
+        self, provider: str, layers: int = 3, pages: int = 48, page: int = 4096, *, seed: int = 7,
+        receiver: dict[str, Any] | None = None, **options
+    ) -> None:  # fmt: skip
         self.layers, self.pages, self.page = layers, pages, page
         self.network = Network()
         self.sender = open_engine(provider, self.network, 1, **options)
-        self.receiver = open_engine(provider, self.network, 2)
+        self.receiver = open_engine(provider, self.network, 2, **(receiver or {}))
         self.random = np.random.default_rng(seed)
         self.source = self.random.integers(0, 256, (layers, pages, page), dtype=np.uint8)
         self.target = np.full((layers, pages, page), 0xA5, np.uint8)
         self.region = self.sender.register(memoryview(self.source).cast("B"))
         self.remote = self.receiver.register(memoryview(self.target).cast("B"))
-        self.peer = self.sender.connect(self.receiver.address)
+        self.peer = self.sender.connect(self.receiver.addresses)
         self.counter = self.sender.new_counter()
 
     def close(self) -> None:
@@ -128,7 +131,7 @@ class Receiver:
             [sys.executable, str(script), provider, str(size)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        self.descriptor = MemoryDescriptor(**json.loads(self._line()))
+        self.descriptor = msgspec.json.decode(self._line(), type=MemoryDescriptor)
 
     def _line(self) -> str:
         assert self.process.stdout is not None

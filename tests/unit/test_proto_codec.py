@@ -14,7 +14,7 @@ from kvferry_proto.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_HEADER_BYTES, W
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
-from kvferry_proto.memory import MemoryDescriptor
+from kvferry_proto.memory import DomainMemory, MemoryDescriptor
 from kvferry_proto.message import Message, Refused, RequestFailed
 from kvferry_proto.nodes import NodeRef, new_incarnation
 from kvferry_proto.timeline import PrefillTimeline
@@ -40,14 +40,18 @@ layouts = st.builds(
     page_size=st.integers(1, 256),
     ranks=st.sampled_from([1, 2, 4, 8, 16]),
 )
+domain_memory = st.builds(
+    DomainMemory,
+    address=st.text("0123456789abcdef", max_size=64),
+    base=st.integers(0, 2**64 - 1),
+    key=st.integers(0, 2**64 - 1),
+)
 memory = st.builds(
     MemoryDescriptor,
     provider=names,
-    address=st.text("0123456789abcdef", max_size=64),
-    base=st.integers(0, 2**64 - 1),
     length=st.integers(0, 2**48),
-    key=st.integers(0, 2**64 - 1),
     incarnation=st.integers(0, 2**53),
+    domains=st.lists(domain_memory, min_size=1, max_size=8).map(tuple),
 )
 messages = st.one_of(
     st.builds(Generate, id=names, prompt_ids=st.none() | ints, prompt=st.none() | names),

@@ -6,7 +6,7 @@ from typing import get_args
 
 import msgspec
 import pytest
-from kvferry_proto import errors, to_client, to_decoder, to_prefiller, to_router
+from kvferry_proto import errors, memory, to_client, to_decoder, to_prefiller, to_router
 from kvferry_proto.message import RequestFailed
 from kvferry_proto.nodes import Peer
 from kvferry_proto.to_client import ToClient
@@ -22,7 +22,8 @@ MESSAGES = sorted(
 SHAPES = [
     Peer,
     to_prefiller.KVLayout,
-    to_prefiller.MemoryDescriptor,
+    memory.MemoryDescriptor,
+    memory.DomainMemory,
     to_router.SamplingParams,
     errors.RequestError,
     to_client.Usage,

@@ -270,7 +270,7 @@ class World(RuleBasedStateMachine):
             if job.running or job.transfer.state in {TransferState.EXPECTING, TransferState.QUARANTINED}
         }
         for write in self.network.flying:
-            key = write.transfer.plan.remote.key
+            key = write.transfer.plan.remote.domains[0].key
             if write.landed or self.decoder.region_of(key) is None:
                 continue
             slot = write.transfer.plan.slot, write.transfer.plan.generation

@@ -21,6 +21,17 @@ from kvferry_fabric.schedule import ChunkSchedule
 H = TypeVar("H", bound=Handle)
 
 
+def _check_address(address: str) -> None:
+    try:
+        known = bytes.fromhex(address).startswith(b"mem")
+    except ValueError as wrong:
+        msg = f"peer address {address[:80]!r} is not hexadecimal"
+        raise FabricError(msg) from wrong
+    if not known:
+        msg = f"peer address {address[:80]!r} is not an address of a memory engine"
+        raise FabricError(msg)
+
+
 class MemoryEngine:
     """Everything happens within the call that causes it, or when the test tells the network."""
 
@@ -48,18 +59,19 @@ class MemoryEngine:
         self._keys += 1
         return Region(self, buffer, self._keys)
 
-    def connect(self, address: str) -> PeerLink:
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Of its one domain."""
+        return (self.address,)
+
+    def connect(self, addresses: tuple[str, ...]) -> PeerLink:
         """Prepare to write to an engine; whether there is one shows when something is written to it."""
         self._check_open()
-        try:
-            known = bytes.fromhex(address).startswith(b"mem")
-        except ValueError as wrong:
-            msg = f"peer address {address[:80]!r} is not hexadecimal"
-            raise FabricError(msg) from wrong
-        if not known:
-            msg = f"peer address {address[:80]!r} is not an address of a memory engine"
+        if len(addresses) != 1:
+            msg = f"a memory engine has one domain, not {len(addresses)}"
             raise FabricError(msg)
-        return PeerLink(self, address)
+        _check_address(addresses[0])
+        return PeerLink(self, addresses)
 
     def new_counter(self) -> Counter:
         """Return a layer counter that stands at 0."""
@@ -87,8 +99,8 @@ class MemoryEngine:
         self._check_open()
         counter = None if chunk.counter is None else self._own(chunk.counter, Counter)
         handles = Handles(self._own(chunk.region, Region), self._own(chunk.peer, PeerLink), counter)
-        if (chunk.remote.provider, chunk.remote.address) != (self.provider, chunk.peer.address):
-            msg = f"memory of {chunk.remote.provider} {chunk.remote.address} cannot be written through this peer"
+        if (chunk.remote.provider, chunk.remote.addresses) != (self.provider, chunk.peer.addresses):
+            msg = f"memory of {chunk.remote.provider} {chunk.remote.addresses} cannot be written through this peer"
             raise FabricError(msg)
         runs = check(chunk, handles.region.memory.nbytes)
         self._serial += 1
@@ -164,7 +176,7 @@ class MemoryEngine:
         """Return the engine's counts."""
         self._check_open()
         ended = sum(1 for event in self._events if event.transfer)
-        peers = {handle.address for handle in self.handles if isinstance(handle, PeerLink)}
+        peers = {handle.addresses[0] for handle in self.handles if isinstance(handle, PeerLink)}
         return EngineStats(
             armed_slots=len(self._slots), active_transfers=len(self._transfers), held_transfers=ended,
             in_flight_writes=sum(transfer.in_flight for transfer in self._transfers.values()),
@@ -208,7 +220,9 @@ class MemoryEngine:
 
     def region_of(self, key: int) -> Region | None:
         """The open region with this key."""
-        regions = [handle for handle in self.handles if isinstance(handle, Region) and handle.descriptor.key == key]
+        regions = [
+            handle for handle in self.handles if isinstance(handle, Region) and handle.descriptor.domains[0].key == key
+        ]
         return regions[0] if regions else None
 
     def count(self, slot: int, generation: int, pages: int) -> None:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Self
 
-from kvferry_proto.memory import MemoryDescriptor
+from kvferry_proto.memory import DomainMemory, MemoryDescriptor
 
 from kvferry_fabric.errors import FabricError
 
@@ -61,8 +61,8 @@ class Region(Handle):
             raise BufferError(msg)
         self.memory = buffer.cast("B")
         self.descriptor = MemoryDescriptor(
-            provider=engine.provider, address=engine.address, base=0, length=self.memory.nbytes, key=key,
-            incarnation=engine.incarnation,
+            provider=engine.provider, length=self.memory.nbytes, incarnation=engine.incarnation,
+            domains=(DomainMemory(address=engine.address, base=0, key=key),),
         )  # fmt: skip
         super().__init__(engine)
 
@@ -72,8 +72,8 @@ class PeerLink(Handle):
 
     what = "peer"
 
-    def __init__(self, engine: "MemoryEngine", address: str) -> None:
-        self.address = address
+    def __init__(self, engine: "MemoryEngine", addresses: tuple[str, ...]) -> None:
+        self.addresses = addresses
         super().__init__(engine)
 
     def _is_busy(self) -> bool:

@@ -67,7 +67,7 @@ class Network:
         if write.landed:
             return
         target = self.engines.get(write.transfer.remote_address)
-        region = target.region_of(write.transfer.plan.remote.key) if target else None
+        region = target.region_of(write.transfer.plan.remote.domains[0].key) if target else None
         if target is None or region is None:
             self.fail(write, errno.EACCES if target else errno.ECONNRESET)
             return

@@ -33,7 +33,7 @@ class Transfer:
         self, engine: "MemoryEngine", number: int, plan: ChunkSchedule, runs: Runs, handles: "Handles"
     ) -> None:
         self.engine, self.number, self.plan, self.handles = engine, number, plan, handles
-        self.remote_address = plan.peer.address
+        self.remote_address = plan.peer.addresses[0]
         self.state = State.POSTING
         self._runs = _split(runs)
         self._end = EventKind.DONE

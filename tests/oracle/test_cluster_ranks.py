@@ -17,6 +17,7 @@ from kvferry_proto.layout import KVLayout
 from kvferry_proto.shards import plan
 from random_models import build_random
 from reference import Reference
+from tiny_model import make_tiny_deepseek
 
 pytestmark = [pytest.mark.oracle, pytest.mark.timeout(200)]
 
@@ -122,11 +123,35 @@ def test_answers_are_the_references(tmp_path, models, forge, setup):
         assert 'result="different"' not in cluster["decoder0"].metrics()
 
 
+def test_latents_and_the_drafting_layer_come_from_replicas_in_turn(tmp_path, default_model, forge):
+    folder = make_tiny_deepseek(tmp_path / "model", default_model, vocab_size=VOCABULARY, eos_token_id=None)
+    reference = Reference(folder)
+    with Cluster(
+        tmp_path,
+        folder,
+        worker=["--dtype", "float32", "--kv-memory", "1MiB", "--page-size", "8"],
+        prefiller=["--tp", "2", "--chunk-size", "27"],
+        decoder=["--tp", "2", "--local-prefill-tokens", "2"],
+        forge=forge,
+    ) as cluster:
+        layout = KVLayout(
+            model="", dtype="float32", layers=4, kv_heads=1, head_dim=24, page_size=8, ranks=2, latent=True
+        )
+        for seed, count in enumerate([9, 29, 66]):
+            ask(cluster, [layout, layout], reference, tokens_of(count, seed))
+        cluster.wait_idle()
+        assert 'result="different"' not in cluster["decoder0"].metrics()
+
+
 def check(cluster, setup, reference, prompt):
+    ask(cluster, [setup.layout(setup.prefill_tp), setup.layout(setup.decode_tp)], reference, prompt)
+
+
+def ask(cluster, layouts, reference, prompt):
     answer = cluster.complete(prompt, max_tokens=ANSWER, ignore_eos=True)
     reference.check(prompt, answer["choices"][0]["token_ids"], ANSWER)
-    source, destination = setup.layout(setup.prefill_tp), setup.layout(setup.decode_tp)
-    arrivals = LAYERS * source.pages_for(len(prompt) - 1) * len(plan(source, destination))
+    source, destination = layouts
+    arrivals = source.layers * source.pages_for(len(prompt) - 1) * len(plan(source, destination))
     assert answer["kvferry"]["timeline"]["prefiller"]["pages"] == arrivals
 
 

@@ -33,17 +33,17 @@ def make_tiny_llama(folder, tokenizer_from, *, layers=3, kv_heads=2, seed=0):
     return _with_tokenizer(folder, tokenizer_from)
 
 
-def make_tiny_deepseek(folder, tokenizer_from):
+def make_tiny_deepseek(folder, tokenizer_from, **fields):
     """Write a small DeepSeek-V3 with a drafting layer, whose cache holds latents."""
-    reference = tiny_deepseek.build(
-        vocab_size=49152,
-        tie_word_embeddings=True,
-        num_mtp_layers=1,
-        max_position_embeddings=4096,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
+    shape = {
+        "vocab_size": 49152,
+        "num_mtp_layers": 1,
+        "max_position_embeddings": 4096,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 2,
+    }
+    reference = tiny_deepseek.build(tie_word_embeddings=True, **(shape | fields))
     tiny_deepseek.save(reference, folder, tiny_deepseek.build_drafter(reference))
     return _with_tokenizer(Path(folder), tokenizer_from)
 

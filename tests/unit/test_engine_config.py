@@ -6,6 +6,7 @@ import torch
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.errors import ModelError
 from kvferry_engine.experts_config import ExpertsConfig
+from kvferry_engine.kv_pool import kv_layout
 from kvferry_engine.latent_config import LatentConfig
 from kvferry_engine.rope_config import RopeConfig
 from safetensors.torch import save_file
@@ -79,6 +80,61 @@ def test_latents_are_one_kv_head():
     assert config.latent == LatentConfig(rank=16, rope_dim=8, nope_dim=12, value_dim=10)
     assert ModelConfig.from_dict({**BASE, **LATENT, "q_lora_rank": 6}).latent.query_rank == 6
     assert ModelConfig.from_dict(BASE).latent is None
+
+
+R1 = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096, "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}  # fmt: skip
+
+
+def test_the_folder_that_deepseek_r1_is_published_in(tmp_path):
+    folder = folder_of(tmp_path / "r1", weights={"w": torch.zeros(1)}, **R1)
+    config = ModelConfig.from_folder(folder)
+    assert config.experts == ExpertsConfig(
+        256, 8, 2048, True, (0, 1, 2), groups=8, top_groups=4, scale=2.5, shared_size=2048
+    )
+    assert (config.weight_blocks, config.draft_layers, config.rope.magnitude) == ((128, 128), 1, 1.0)
+    assert config.rope.score_magnitude == pytest.approx(1.8738, abs=1e-4)
+    layout = kv_layout(config, dtype="bfloat16", page_size=16, ranks=8)
+    assert (layout.layers, layout.page_bytes, layout.replicas) == (62, 16 * 1152, 8)
+    assert layout.token_bytes == 62 * 1152
 
 
 def test_experts_in_groups_beside_shared_ones():

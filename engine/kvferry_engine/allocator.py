@@ -1,12 +1,13 @@
-"""The book of pages: which are free, which are held, which are in quarantine."""
+"""The book of pages: which are free, which are held, which are in quarantine, which are kept for their content."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 
 from kvferry_engine.errors import OutOfPagesError, PageError
 
-FREE, HELD, QUARANTINED = 0, 1, 2
-_STATE_NAMES = ("free", "held", "quarantined")
+FREE, HELD, QUARANTINED, CACHED = 0, 1, 2, 3
+_STATES = (FREE, HELD, QUARANTINED, CACHED)
+_STATE_NAMES = ("free", "held", "quarantined", "cached")
 
 Run = tuple[int, int]
 """First page and one past the last."""
@@ -29,9 +30,10 @@ def runs_of(pages: Iterable[int]) -> list[Run]:
 class PageAllocator:
     """Hands out pages, long runs of neighbours where it can: a run of pages crosses the network as one write.
 
-    Each page is in one of three states. `allocate` takes free pages into `held` and `free` takes them back;
+    Each page is in one of four states. `allocate` takes free pages into `held` and `free` takes them back;
     `quarantine` takes held pages out of use while a writer may still reach them and `release_quarantine` makes
-    them free once it cannot. Not thread-safe: one scheduler owns it.
+    them free once it cannot. `keep` sets held pages aside for what is in them, until `revive` makes them held again or
+    `evict` free. Not thread-safe: one scheduler owns it.
     """
 
     def __init__(self, pages: int) -> None:
@@ -41,7 +43,7 @@ class PageAllocator:
         self.pages = pages
         self._state = bytearray(pages)
         self._runs: list[Run] = [(0, pages)]
-        self._counts = [pages, 0, 0]
+        self._counts = [pages, 0, 0, 0]
 
     @property
     def free_pages(self) -> int:
@@ -50,13 +52,18 @@ class PageAllocator:
 
     @property
     def held_pages(self) -> int:
-        """Pages that requests or caches use."""
+        """Pages that requests use."""
         return self._counts[HELD]
 
     @property
     def quarantined_pages(self) -> int:
         """Pages that nobody uses and that a writer may still reach."""
         return self._counts[QUARANTINED]
+
+    @property
+    def cached_pages(self) -> int:
+        """Pages that nobody uses and that are kept for their content."""
+        return self._counts[CACHED]
 
     @property
     def free_runs(self) -> list[Run]:
@@ -99,12 +106,26 @@ class PageAllocator:
         """Make quarantined pages free: no write to them is in flight; raises PageError unless all are quarantined."""
         self._release(pages, QUARANTINED)
 
+    def keep(self, pages: Sequence[int]) -> None:
+        """Set held pages aside for their content; raises PageError unless every one is held."""
+        for start, end in self._checked_runs(pages, HELD):
+            self._move(start, end, HELD, CACHED)
+
+    def revive(self, pages: Sequence[int]) -> None:
+        """Make cached pages held again; raises PageError unless every one is cached."""
+        for start, end in self._checked_runs(pages, CACHED):
+            self._move(start, end, CACHED, HELD)
+
+    def evict(self, pages: Sequence[int]) -> None:
+        """Make cached pages free; raises PageError unless every one is cached."""
+        self._release(pages, CACHED)
+
     def check(self) -> None:
         """Audit the book: states, counts and runs must tell the same story; raises PageError."""
-        counted = [self._state.count(state) for state in (FREE, HELD, QUARANTINED)]
+        counted = [self._state.count(state) for state in _STATES]
         free = runs_of(page for page, state in enumerate(self._state) if state == FREE)
         if counted != self._counts:
-            msg = f"page counts {self._counts} differ from the states {counted} (free, held, quarantined)"
+            msg = f"page counts {self._counts} differ from the states {counted} ({', '.join(_STATE_NAMES)})"
             raise PageError(msg)
         if free != self._runs:
             msg = "the free runs differ from the pages whose state is free"

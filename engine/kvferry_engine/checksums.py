@@ -56,11 +56,11 @@ def _checksum(pools: Sequence[KVPool], layer: int, page: int, places: Sequence[P
     return digest.intdigest()
 
 
-def first_difference(mine: Int32s, theirs: Int32s, pages: int) -> str | None:
-    """Say where two checksum arrays of `pages` pages first differ, or None if they are equal."""
+def first_difference(mine: Int32s, theirs: Int32s, pages: int, first_page: int = 0) -> str | None:
+    """Say where two checksum arrays of `pages` pages of a prompt, from `first_page` on, differ; None if they do not."""
     if len(mine) != len(theirs):
         return f"{len(theirs)} checksums came for {len(mine)} pages over all layers"
     for index, (ours, other) in enumerate(zip(mine, theirs, strict=True)):
         if ours != other:
-            return f"page {index % pages} of the prompt differs in layer {index // pages}"
+            return f"page {first_page + index % pages} of the prompt differs in layer {index // pages}"
     return None

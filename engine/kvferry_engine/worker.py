@@ -15,12 +15,12 @@ from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.nodes import NodeRef
 
-from kvferry_engine.allocator import PageAllocator
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.kv_pool import KVPool, enough_pages
 from kvferry_engine.models.base import Model, OnLayer
+from kvferry_engine.prefix_cache import PrefixCache
 from kvferry_engine.ranks.errors import RankLostError
 from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.ranks.steps import Step
@@ -79,7 +79,7 @@ class Worker:
         self.pool = KVPool(self.layout, enough_pages(self.layout, settings.kv_memory), huge=settings.huge_pages)
         self.pools = [self.pool, *self.ranks.receive_pools(self.layout, self.pool.pages)]
         """KV pools of all ranks; pages have the same numbers in each."""
-        self.allocator = PageAllocator(self.pool.pages)
+        self.allocator = PrefixCache(self.pool.pages, enabled=settings.prefix_cache)
         self.counter: LayerCounter = self.fabric.new_counter()
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
@@ -150,7 +150,17 @@ class Worker:
     def page_state(self) -> dict[str, int]:
         """Pages by state, for /state and metrics."""
         book = self.allocator
-        return {"free": book.free_pages, "held": book.held_pages, "quarantined": book.quarantined_pages}
+        return {
+            "free": book.free_pages - book.cached_pages,
+            "held": book.held_pages,
+            "quarantined": book.quarantined_pages,
+            "cached": book.cached_pages,
+        }
+
+    def prefix_state(self) -> dict[str, int]:
+        """What the prefix cache has done so far, in pages, for /state and metrics."""
+        book = self.allocator
+        return {"hits": book.hits, "published": book.published, "evicted": book.evicted}
 
     def close(self) -> None:
         """Give everything back: the forward thread first, the memory last."""

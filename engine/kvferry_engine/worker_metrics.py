@@ -28,6 +28,9 @@ class WorkerMetrics:
         """`refresh` is called before the gauges are read."""
         registry.register(_Refresh(refresh))
         self.pages = Gauge("kvferry_pages", "KV pages by state.", ["state"], registry=registry)
+        self.prefix = Gauge(
+            "kvferry_prefix_cache", "Pages that the prefix cache hit, published, evicted.", ["what"], registry=registry
+        )
         self.requests = Gauge("kvferry_node_requests", "Requests here by state.", ["state"], registry=registry)
         self.ended = Counter("kvferry_node_ended", "Requests that ended here, by how.", ["how"], registry=registry)
         self.steps = Counter("kvferry_steps", "Forward passes.", registry=registry)
@@ -48,6 +51,11 @@ class WorkerMetrics:
         """Set the page gauges."""
         for state, count in states.items():
             self.pages.labels(state).set(count)
+
+    def show_prefix(self, counts: dict[str, int]) -> None:
+        """Set the prefix cache's counts since start."""
+        for what, count in counts.items():
+            self.prefix.labels(what).set(count)
 
     def show_fabric(self, stats: EngineStats) -> None:
         """Set the fabric's gauges: pages, bytes and writes moved, stale immediates, what is held."""

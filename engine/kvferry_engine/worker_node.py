@@ -227,6 +227,7 @@ class WorkerNode(ABC):
     def _refresh(self) -> None:
         if self._worker is not None and self._service is not None:
             self.worker_metrics.show_pages(self._worker.page_state())
+            self.worker_metrics.show_prefix(self._worker.prefix_state())
             self.worker_metrics.show_fabric(self._worker.fabric.stats())
             self.worker_metrics.show_requests(self._service.states())
 
@@ -238,6 +239,7 @@ class WorkerNode(ABC):
                 "held": self._service.held(),
                 "ranks": self._worker.ranks.pids,
                 "pages": self._worker.page_state(),
+                "prefix_cache": self._worker.prefix_state(),
                 "fabric": self._worker.fabric.stats()._asdict(),
                 "requests": self._service.states(),
             }

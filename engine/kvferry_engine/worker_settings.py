@@ -46,6 +46,9 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
     verify_kv: Annotated[
         bool, help_text("Compare the checksum of every page sent with its source; a difference fails the request.")
     ] = False
+    prefix_cache: Annotated[
+        bool, help_text("Keep the pages of what was computed or received, and share those of equal prefixes.")
+    ] = True
     max_waiting: Annotated[Count, help_text("Requests that may wait here; more are refused.")] = 256
     threads: Annotated[
         int,

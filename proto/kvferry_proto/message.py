@@ -9,6 +9,9 @@ from kvferry_proto.errors import RequestError
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 """Drawn by the router, one per attempt; what clients call their requests never leaves the router."""
 
+CacheSalt = Annotated[str, msgspec.Meta(max_length=256)]
+"""Keeps the cached pages of adapters and tenants apart: it goes into every block hash."""
+
 
 class Message(msgspec.Struct, kw_only=True, tag_field="type"):
     """A wire message. Its type travels in the field `type`."""

@@ -41,6 +41,8 @@ class PrefillTimeline(msgspec.Struct, kw_only=True):
     """The last write's completion came in."""
     pages: int = 0
     """Page arrivals caused: pages times layers."""
+    cached: int = 0
+    """Tokens whose KV it had already."""
     bytes: int = 0
     writes: int = 0
 

@@ -4,7 +4,7 @@ import msgspec
 
 from kvferry_proto.errors import RequestError
 from kvferry_proto.ints import Int32s
-from kvferry_proto.message import Message, Refused, RequestId
+from kvferry_proto.message import CacheSalt, Message, Refused, RequestId
 from kvferry_proto.nodes import Peer
 from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.timeline import PrefillTimeline
@@ -24,6 +24,8 @@ class Assign(Message):
     """Who computes the pages that are to be sent; None: nobody, the decoder prefills by itself."""
     answered: int = 0
     """How many of `tokens` belong to the answer, not the prompt."""
+    cache_salt: CacheSalt = ""
+    """Pages are shared only between requests with the same one."""
 
 
 class Cancel(Message):
@@ -43,7 +45,7 @@ class PrefillReport(Message):
     generation: int
     timeline: PrefillTimeline
     checksums: Int32s = msgspec.field(default_factory=Int32s)
-    """xxh32 of every page at its source, [layer][page] in page-table order; empty unless asked for."""
+    """xxh32 of every page sent at its source, [layer][page] in page-table order; empty unless asked for."""
 
 
 class CancelConfirmed(Message):

@@ -80,11 +80,11 @@ class Router:
         self.refused = []
         self._numbers = itertools.count()
 
-    def ask(self, decoder, tokens, *, prefiller=None, request_id=None, answered=0, **sampling):
+    def ask(self, decoder, tokens, *, prefiller=None, request_id=None, answered=0, salt="", **sampling):
         """Send an assignment; returns what becomes of it. `answered`: how many of the tokens another has answered."""
         record = decoder.node._record(decoder.worker, decoder.service_endpoint, "")
         page_size = record.layout.page_size
-        hashes = block_hashes(Int32s(tokens[:-1]), page_size, record.layout.model)
+        hashes = block_hashes(tokens[:-1], page_size, record.layout.model, salt)
         hashes += [0] * (record.layout.pages_for(len(tokens) - 1) - len(hashes))
         source = Source.LOCAL if prefiller is None else Source.PREFILLER
         request_id = request_id or f"test-{next(self._numbers)}"
@@ -101,6 +101,7 @@ class Router:
                 stop_token_ids=[2],
                 prefiller=peer,
                 answered=answered,
+                cache_salt=salt,
             )
         )
         asked.request_id, asked.decoder = request_id, record.peer
@@ -142,6 +143,8 @@ def settings(kind, redis_url, model, **fields):
         "heartbeat_seconds": 0.3,
         "drain_seconds": 5.0,
         "page_size": 8,
+        # Most of these tests are about transfers and ask the same again: nothing is to be saved there.
+        "prefix_cache": False,
     }
     return kind(model=str(model), redis_url=redis_url, **(defaults | fields))
 

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvferry_decoder.request import Request, State
 from kvferry_decoder.scheduler import Scheduler
-from kvferry_engine.allocator import PageAllocator
+from kvferry_engine.prefix_cache import PrefixCache
+from kvferry_proto.hashing import block_hashes
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.nodes import NodeRef, Peer
@@ -18,20 +19,28 @@ LAYOUT = KVLayout(model="m", dtype="float32", layers=2, kv_heads=1, head_dim=4, 
 PREFILLER = Peer(ref=NodeRef("p", 1), endpoint="tcp://127.0.0.1:1", layout=LAYOUT)
 
 
-def make_scheduler(pages=16, *, max_running=8, max_waiting=8, prefill_budget=6):
+def make_scheduler(pages=16, *, max_running=8, max_waiting=8, prefill_budget=6, local_prefill=0):
     return Scheduler(
-        PageAllocator(pages), LAYOUT, max_running=max_running, max_waiting=max_waiting, prefill_budget=prefill_budget
+        PrefixCache(pages),
+        LAYOUT,
+        max_running=max_running,
+        max_waiting=max_waiting,
+        prefill_budget=prefill_budget,
+        local_prefill=local_prefill,
     )
 
 
-def make_request(order, tokens, *, prefiller=None, max_tokens=8):
+def make_request(order, tokens, *, prefiller=None, max_tokens=8, seed=None, salt=""):
+    """A prompt that shares a beginning with nobody's, or, with a `seed`, with everybody's who has the same."""
+    start = 1000 * (order + 100 if seed is None else seed)
     assign = Assign(
         request_id=f"r{order}",
-        tokens=Int32s(range(tokens)),
+        tokens=Int32s(range(start, start + tokens)),
         page_table=Int32s(),
         sampling=SamplingParams(max_tokens=max_tokens),
         stop_token_ids=[999],
         prefiller=prefiller,
+        cache_salt=salt,
     )
     return Request.from_assign(assign, SimpleNamespace(sender=NodeRef("r", 1), key=b"r"), order)
 
@@ -150,6 +159,146 @@ def test_a_stop_token_ends_the_answer_unless_ignored(ignore_eos):
     assert (request.append(999, 10_000) is None) is ignore_eos
 
 
+# --- the cache ------------------------------------------------------------------------------------------------------
+
+
+def finish(scheduler, request):
+    """Carry a request through to its end, whoever prefills it."""
+    scheduler.add(request)
+    assert scheduler.admit(can_receive=True) == [request]
+    if request.state is State.RECEIVING:
+        scheduler.arrived(request)
+    while request.state is State.RUNNING:
+        drive(scheduler, request)
+    return request
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 3])
+def test_only_pages_that_are_not_here_are_asked_for(held):
+    scheduler = make_scheduler()
+    if held:
+        finish(scheduler, make_request(0, 4 * held + 1, prefiller=PREFILLER, max_tokens=1, seed=1))
+    request = make_request(1, 17, prefiller=PREFILLER, seed=1)
+    scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    assert (request.state, request.held, len(request.pages)) == (State.RECEIVING, held, 5)
+    scheduler.arrived(request)
+    assert drive(scheduler, request) == [(request, 16, 1)]
+
+
+@pytest.mark.parametrize("tokens", [5, 16, 17, 18])
+def test_a_prompt_that_is_all_here_joins_without_a_slot(tokens):
+    scheduler = make_scheduler()
+    first = finish(scheduler, make_request(0, tokens, prefiller=PREFILLER, max_tokens=4, seed=1))
+    again = make_request(1, tokens, prefiller=PREFILLER, seed=1)
+    # What is missing behind the last full page is up to the prefiller, unless the decoder may do it itself.
+    scheduler.local_prefill = 3
+    scheduler.add(again)
+    assert scheduler.admit(can_receive=False) == [again]
+    full = (tokens - 1) // 4
+    assert (again.state, again.held, again.cached) == (State.RUNNING, full, 4 * full)
+    assert drive(scheduler, again) == [(again, 4 * full, tokens - 4 * full)]
+    assert first.pages == []
+
+
+def test_the_page_of_the_last_token_is_never_shared():
+    """It is computed again for its logits, and a page that others read is never written to."""
+    scheduler = make_scheduler()
+    finish(scheduler, make_request(0, 16, max_tokens=2, seed=1))
+    again = make_request(1, 16, seed=1)
+    scheduler.add(again)
+    scheduler.admit(can_receive=True)
+    assert again.held == 3
+
+
+def test_the_next_turn_of_a_chat_finds_the_answers_pages():
+    scheduler = make_scheduler()
+    first = finish(scheduler, make_request(0, 9, prefiller=PREFILLER, max_tokens=8, seed=1))
+    turn = make_request(1, 1, prefiller=PREFILLER)
+    turn.tokens = [*first.tokens, 1, 2, 3]
+    scheduler.add(turn)
+    scheduler.admit(can_receive=True)
+    # 9 of the prompt and 8 drawn, the last of which was never run: 16 tokens, 4 pages.
+    assert (turn.held, len(turn.tokens)) == (4, 20)
+
+
+def test_what_is_being_received_is_shared_when_it_has_arrived_not_before():
+    scheduler = make_scheduler()
+    first, second, third = (make_request(order, 9, prefiller=PREFILLER, seed=1) for order in range(3))
+    for request in (first, second):
+        scheduler.add(request)
+        scheduler.admit(can_receive=True)
+    assert second.held == 0
+    scheduler.arrived(first)
+    scheduler.add(third)
+    scheduler.admit(can_receive=True)
+    assert third.state is State.RUNNING
+    assert third.pages[:2] == first.pages[:2]
+
+
+def test_only_pages_that_are_being_written_are_surrendered():
+    scheduler = make_scheduler()
+    finish(scheduler, make_request(0, 9, prefiller=PREFILLER, max_tokens=1, seed=1))
+    request = make_request(1, 17, prefiller=PREFILLER, seed=1)
+    scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    shared, own = request.pages[:2], request.pages[2:]
+    assert scheduler.surrender(request) == own
+    scheduler.allocator.quarantine(own)
+    scheduler.end(request, State.CANCELLED)
+    assert scheduler.allocator.find(make_hashes(request)) == shared
+    scheduler.allocator.release_quarantine(own)
+    scheduler.allocator.check()
+    assert scheduler.allocator.free_pages == 16
+
+
+def make_hashes(request):
+    return block_hashes(request.tokens, LAYOUT.page_size, LAYOUT.model, request.cache_salt)
+
+
+def test_pages_of_a_step_that_broke_are_not_shared():
+    scheduler = make_scheduler()
+    request = make_request(0, 6, seed=1)
+    scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    scheduler.give_up_step(scheduler.plan_step())
+    assert request.computed == 0
+    scheduler.end(request, State.FAILED)
+    assert (scheduler.allocator.cached_pages, scheduler.allocator.held_pages) == (0, 0)
+
+
+def test_what_is_doubtful_is_shared_no_more():
+    scheduler = make_scheduler()
+    request = make_request(0, 9, seed=1, prefiller=PREFILLER)
+    scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    scheduler.arrived(request)
+    scheduler.doubt(request)
+    scheduler.end(request, State.FAILED)
+    assert scheduler.allocator.cached_pages == 0
+
+
+def test_salts_keep_tenants_apart():
+    scheduler = make_scheduler()
+    finish(scheduler, make_request(0, 9, max_tokens=1, seed=1, salt="alice"))
+    for order, (salt, held) in enumerate([("bob", 0), ("", 0), ("alice", 2)], 1):
+        request = finish(scheduler, make_request(order, 9, max_tokens=1, seed=1, salt=salt))
+        assert request.cached == 4 * held
+
+
+def test_a_preempted_request_finds_its_own_pages_and_does_not_count_them_as_cached():
+    scheduler = make_scheduler()
+    request = make_request(0, 9, prefiller=PREFILLER, max_tokens=20)
+    scheduler.add(request)
+    scheduler.admit(can_receive=True)
+    request.accepted = True
+    scheduler.arrived(request)
+    drive(scheduler, request)
+    scheduler._preempt(request)
+    assert scheduler.admit(can_receive=False) == [request]
+    assert (request.held, request.computed, request.cached) == (2, 8, 0)
+
+
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["add", "step", "arrive", "cancel"]), st.integers(0, 7), st.integers(1, 24)), max_size=80
 )
@@ -163,7 +312,8 @@ def test_whatever_happens_pages_add_up_and_everyone_ends(actions, local):
     for action, pick, size in actions:
         if action == "add":
             prefiller = None if local or size == 1 else PREFILLER
-            requests.append(make_request(len(requests), size, prefiller=prefiller, max_tokens=pick + 1))
+            fields = {"prefiller": prefiller, "max_tokens": pick + 1, "seed": pick % 2}
+            requests.append(make_request(len(requests), size, **fields))
             scheduler.add(requests[-1])
         elif action == "arrive" and scheduler.receiving:
             scheduler.arrived(min(scheduler.receiving, key=lambda r: r.order))
@@ -188,7 +338,9 @@ def test_whatever_happens_pages_add_up_and_everyone_ends(actions, local):
 
 def check(scheduler):
     scheduler.allocator.check()
-    held = [page for request in scheduler.requests for page in request.pages]
-    assert len(held) == len(set(held)) == scheduler.allocator.held_pages
+    held = {page for request in scheduler.requests for page in request.pages}
+    assert len(held) == scheduler.allocator.held_pages
+    own = [page for request in scheduler.requests for page in request.pages[request.computed // LAYOUT.page_size :]]
+    assert len(own) == len(set(own)), "two requests write to one page"
     for request in scheduler.running:
         assert len(request.pages) * LAYOUT.page_size >= request.computed

@@ -81,12 +81,14 @@ def _tokens(entries: list[DrawnToken]) -> Tokens:
 
 def _finished(request: Request, reason: FinishReason) -> Finished:
     request.timeline.finished = now()
+    prompt = request.prompt_length - request.answered
     return Finished(
         request_id=request.id,
         finish_reason=reason,
         usage=Usage(
-            prompt_tokens=request.prompt_length - request.answered,
+            prompt_tokens=prompt,
             completion_tokens=request.answered + request.generated,
+            cached_tokens=min(request.cached, prompt),
         ),
         decoder=request.timeline,
         prefiller=request.prefill_timeline,

@@ -59,7 +59,7 @@ class BatchLoop:
             drawn = await self._worker.compute(functools.partial(step.run, self._worker, inputs))
         except Exception as error:  # noqa: BLE001  # whatever breaks a step fails its requests, not the decoder
             get_logger().exception("a decode step failed", exc_info=error)
-            self._scheduler.finish_step(slices)
+            self._scheduler.give_up_step(slices)
             for piece in slices:
                 self._on_broken(piece.request, f"the forward pass failed: {error}")
             return
@@ -76,6 +76,7 @@ class BatchLoop:
             if request.state is not State.RUNNING:
                 continue
             if token < 0:
+                self._scheduler.doubt(request)
                 self._on_broken(request, "the model's logits are not numbers")
                 continue
             request.timeline.first_token = request.timeline.first_token or now()

@@ -83,7 +83,7 @@ class Intake:
             self._on_failure(request, self._error(ErrorCode.LAYOUT_MISMATCH, str(error), Phase.ASSIGN, peer))
             return
         layout = self._worker.layout
-        pages = layout.pages_for(len(request.tokens) - 1)
+        pages = layout.pages_for(len(request.tokens) - 1) - request.held
         transfer = self._receiver.expect(request.id, peer, pages * layout.layers * arrivals)
         pieces = self._pieces(peer, transfer.slot.number)
         self._incoming[request.id] = Incoming(request, transfer, pieces, now() + self._deadline_ns)
@@ -106,12 +106,14 @@ class Intake:
         return Prefill(
             request_id=request.id,
             tokens=Int32s(wanted),
-            pages=Int32s(request.pages[: layout.pages_for(len(wanted))]),
+            pages=Int32s(request.pages[request.held : layout.pages_for(len(wanted))]),
             slot=transfer.slot.number,
             generation=transfer.slot.generation,
             layout=layout,
             memory=[region.descriptor for region in transfer.key.regions],
             checksums=self._worker.settings.verify_kv,
+            first_page=request.held,
+            cache_salt=request.cache_salt,
         )
 
     # --- what the fabric and prefillers say ------------------------------------------------------------------
@@ -137,7 +139,6 @@ class Intake:
             self._receiver.confirm(transfer)
         incoming = self._incoming.get(report.request_id)
         if incoming is not None and incoming.transfer.peer.ref == origin.sender:
-            incoming.request.prefill_timeline = report.timeline
             incoming.checksums = report.checksums
             self._finish_if_complete(incoming)
 

@@ -62,9 +62,18 @@ class Request:
     order: int
     """Arrival number: who came later is preempted first."""
     drawing: Drawing
+    cache_salt: str = ""
     computed: int = 0
     """Tokens whose KV is in the pages."""
     pages: list[int] = field(default_factory=list)
+    held: int = 0
+    """Pages at the beginning that were here already when pages were reserved. They are shared, and never written to."""
+    published: int = 0
+    """Pages at the beginning that others may find: the held ones, and those that are full by now."""
+    hashes: list[int] = field(default_factory=list)
+    """Block hashes of the first full pages of the tokens, as far as they were asked for."""
+    cached: int = 0
+    """Prompt tokens whose KV nobody had to compute, as far as this decoder knows."""
     machine: StateMachine[State] = field(default_factory=lambda: StateMachine(State.WAITING, MOVES))
     in_step: bool = False
     """A forward pass is reading and writing its pages right now: they can't be freed before it returns."""
@@ -88,6 +97,7 @@ class Request:
             prefiller=assign.prefiller if len(assign.tokens) > 1 else None,
             order=order,
             drawing=Drawing(assign.sampling, assign.tokens[:prompt], assign.tokens[prompt:]),
+            cache_salt=assign.cache_salt,
         )
 
     @property

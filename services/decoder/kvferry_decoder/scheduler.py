@@ -4,16 +4,18 @@ A running request has tokens whose KV is missing: one, its last, if it is decodi
 it (a short prompt, or a preempted request whose KV is computed again). Decoding requests all run in every step;
 prefills share a token budget, first come first served, so that a step stays short.
 
-Pages are reserved for all of a request's tokens before it is accepted, and one at a time while it answers. When the
-pool is empty the request that came last gives its pages up and waits to be computed again: it can't hang, since a
-request alone fits by admission.
+Pages are reserved for all of a request's tokens before it is accepted, and one at a time while it answers. Full pages
+that the prefix cache has are shared and not asked for; a request's own are published when their KV is complete, so a
+chat's next turn finds the answer's pages too. When the pool is empty the request that came last gives its pages up and
+waits to be computed again: it can't hang, since a request alone fits by admission.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvferry_engine.allocator import PageAllocator
+from kvferry_engine.prefix_cache import PrefixCache
+from kvferry_proto.hashing import extend_hashes
 from kvferry_proto.layout import KVLayout
 
 from kvferry_decoder.request import Request, State
@@ -36,13 +38,22 @@ class Scheduler:
     """Owns the requests of a decoder and their pages. Pure bookkeeping: no clock, no socket, no tensor."""
 
     def __init__(
-        self, allocator: PageAllocator, layout: KVLayout, *, max_running: int, max_waiting: int, prefill_budget: int
+        self,
+        allocator: PrefixCache,
+        layout: KVLayout,
+        *,
+        max_running: int,
+        max_waiting: int,
+        prefill_budget: int,
+        local_prefill: int = 0,
     ) -> None:
+        """`local_prefill`: what is missing after a hit is computed here if it is at most so many tokens."""
         self.allocator = allocator
         self.layout = layout
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.prefill_budget = prefill_budget
+        self.local_prefill = local_prefill
         self.waiting: deque[Request] = deque()
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
@@ -75,29 +86,60 @@ class Scheduler:
         prompt isn't overtaken for ever.
         """
         admitted = []
-        while self.waiting and self._fits(self.waiting[0], can_receive):
-            request = self.waiting.popleft()
-            request.pages = self.allocator.allocate(self.layout.pages_for(len(request.tokens)))
-            self._enter(request)
+        while self.waiting:
+            request = self.waiting[0]
+            found = self.allocator.find(self._prefix(request))
+            receives = self._receives(request, len(found))
+            if not self._fits(request, found) or (receives and not can_receive):
+                break
+            self.waiting.popleft()
+            self._reserve(request, found)
+            self._enter(request, receives)
             admitted.append(request)
-            if request.state is State.RECEIVING:
+            if receives:
                 break  # the caller draws the slot and tells us whether another is left
         return admitted
 
-    def _fits(self, request: Request, can_receive: bool) -> bool:
+    def _prefix(self, request: Request) -> list[int]:
+        """Hashes of the pages that may come out of the cache: the last token's is not among them, it is to be computed
+        and drawn from."""
+        return self._hashes(request)[: (len(request.tokens) - 1) // self.layout.page_size]
+
+    def _hashes(self, request: Request) -> list[int]:
+        extend_hashes(request.hashes, request.tokens, self.layout.page_size, self.layout.model, request.cache_salt)
+        return request.hashes
+
+    def _receives(self, request: Request, held: int) -> bool:
+        """Whether its prefiller is asked for what is missing."""
+        missing = len(request.tokens) - 1 - held * self.layout.page_size
+        if request.prefiller is None or missing == 0:
+            return False
+        return not held or missing > self.local_prefill
+
+    def _fits(self, request: Request, found: list[int]) -> bool:
         active = len(self.running) + len(self.receiving)
-        if active >= self.max_running or (request.prefiller is not None and not can_receive):
+        if active >= self.max_running:
             return False
         # One page of growth for everyone who runs: whoever is admitted must not cause a preemption at once.
-        return self.allocator.can_allocate(self.layout.pages_for(len(request.tokens)) + active)
+        missing = self.layout.pages_for(len(request.tokens)) - len(found)
+        return self.allocator.can_allocate(missing + active, found)
 
-    def _enter(self, request: Request) -> None:
-        if request.prefiller is not None:
+    def _reserve(self, request: Request, found: list[int]) -> None:
+        missing = self.layout.pages_for(len(request.tokens)) - len(found)
+        request.pages = self.allocator.claim(found, missing)
+        request.held = request.published = len(found)
+        request.computed = len(found) * self.layout.page_size
+
+    def _enter(self, request: Request, receives: bool) -> None:
+        if receives:
             request.machine.move(State.RECEIVING)
             self.receiving.add(request)
-        else:
-            request.machine.move(State.RUNNING)
-            self.running.append(request)
+            return
+        request.prefiller = None
+        # A request that was preempted has been computed once: what is found then is its own.
+        request.cached = 0 if request.accepted else request.computed
+        request.machine.move(State.RUNNING)
+        self.running.append(request)
 
     def arrived(self, request: Request) -> None:
         """All pages of the prompt but for its last token's KV are here: join the batch."""
@@ -105,6 +147,14 @@ class Scheduler:
         request.machine.move(State.RUNNING)
         request.computed = len(request.tokens) - 1
         self.running.append(request)
+        self._publish(request)
+
+    def _publish(self, request: Request) -> None:
+        """Let others find the pages that are full and computed by now."""
+        first, full = request.published, request.computed // self.layout.page_size
+        if full > first:
+            self.allocator.publish(request.pages[first:full], self._hashes(request)[first:full])
+            request.published = full
 
     # --- the step --------------------------------------------------------------------------------------------
 
@@ -131,8 +181,20 @@ class Scheduler:
             request.in_step = False
             if request.state is State.RUNNING:
                 request.computed += count
+                self._publish(request)
             else:
                 self._free(request)
+
+    def give_up_step(self, slices: list[StepSlice]) -> None:
+        """The step broke: nothing of it counts. Requests that ended meanwhile give their pages up now."""
+        for request, _, _ in slices:
+            request.in_step = False
+            if request.state is not State.RUNNING:
+                self._free(request)
+
+    def doubt(self, request: Request) -> None:
+        """What a request computed can't be right: nobody shares its pages any more."""
+        self.allocator.retract(request.pages)
 
     def _grow(self, request: Request, tokens: int) -> bool:
         """Reserve pages up to `tokens`; True unless `request` itself had to be preempted."""
@@ -151,7 +213,7 @@ class Scheduler:
         self.running.remove(victim)
         self._free(victim)
         victim.machine.move(State.WAITING)
-        victim.computed = 0
+        victim.computed = victim.held = victim.published = 0
         victim.prefiller = None
         self.waiting.appendleft(victim)
 
@@ -169,9 +231,9 @@ class Scheduler:
             self._free(request)
 
     def surrender(self, request: Request) -> list[int]:
-        """Hand a receiving request's pages over: held, and no longer the request's."""
-        pages, request.pages = request.pages, []
-        return pages
+        """Hand a receiving request's own pages over: held, and no longer the request's. It keeps those it shares."""
+        own, request.pages = request.pages[request.held :], request.pages[: request.held]
+        return own
 
     def _remove(self, request: Request) -> None:
         match request.state:

@@ -44,6 +44,7 @@ class DecoderService:
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
             prefill_budget=settings.prefill_budget,
+            local_prefill=settings.local_prefill_tokens,
         )
         self.receiver = Receiver(
             worker.fabric,
@@ -110,6 +111,7 @@ class DecoderService:
         request = self._requests.get(report.request_id)
         if request is not None:
             request.prefill_timeline = report.timeline
+            request.cached = report.timeline.cached
 
     def _on_event(self, event: Any) -> None:  # noqa: ANN401  # kvferry_fabric.Event
         self.intake.on_event(event)

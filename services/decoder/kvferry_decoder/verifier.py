@@ -45,11 +45,11 @@ class Verifier:
 
     async def _check(self, incoming: Incoming) -> None:
         request, theirs = incoming.request, incoming.checksums or Int32s()
-        pages = request.pages[: self._worker.layout.pages_for(len(request.tokens) - 1)]
+        pages = request.pages[request.held : self._worker.layout.pages_for(len(request.tokens) - 1)]
         mine = await self._worker.checksums(pages, written(incoming.pieces))
         if request.state is not State.RECEIVING:
             return
-        difference = first_difference(mine, theirs, len(pages))
+        difference = first_difference(mine, theirs, len(pages), request.held)
         self._metrics.verified.labels("equal" if difference is None else "different").inc(len(mine))
         if difference is None:
             self._on_equal(incoming)

@@ -39,10 +39,11 @@ def _shape(order: Prefill, worker: Worker) -> str | None:
         return "a prefill needs at least one token"
     if not 0 <= min(tokens) <= max(tokens) < worker.config.vocab_size:
         return f"token ids must lie in 0..{worker.config.vocab_size - 1}"
-    if len(pages) != worker.layout.pages_for(len(tokens)):
-        return (
-            f"{len(tokens)} tokens take {worker.layout.pages_for(len(tokens))} pages, the page table has {len(pages)}"
-        )
+    lacking = worker.layout.pages_for(len(tokens)) - order.first_page
+    if lacking < 1:
+        return f"a decoder that holds {order.first_page} pages of {len(tokens)} tokens lacks none"
+    if len(pages) != lacking:
+        return f"{len(tokens)} tokens take {lacking} pages from page {order.first_page} on, {len(pages)} came"
     if len(memory) != order.layout.ranks:
         return f"a decoder of {order.layout.ranks} ranks has as many memory regions, {len(memory)} came"
     # Layers are told apart by their distance, which is the region's length over their number.

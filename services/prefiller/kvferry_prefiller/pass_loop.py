@@ -47,12 +47,18 @@ class PassLoop:
     async def run(self) -> None:
         """Prefill until cancelled."""
         while True:
-            chunks = self._scheduler.plan_step()
+            # Before the look around: what happens during it counts for the next.
+            self._work.clear()
+            self._admit()
+            chunks = self._scheduler.plan_step(now())
             if not chunks:
-                self._work.clear()
                 await self._work.wait()
                 continue
             await self._pass(chunks)
+
+    def _admit(self) -> None:
+        for request in self._scheduler.admit(now()):
+            self._try_to_send(request, functools.partial(self._sender.send_held, request))
 
     async def _pass(self, chunks: list[Chunk]) -> None:
         self._register(chunks)
@@ -76,11 +82,13 @@ class PassLoop:
         """Register the chunk schedule with the fabric before the pass begins."""
         first_value = self._worker.counter.value + 1
         for chunk in chunks:
-            try:
-                self._sender.register(chunk, first_value)
-            except FabricError as error:
-                text = f"the pages to write were refused: {error}"
-                self._on_broken(chunk.request, ErrorCode.TRANSFER_FAILED, text)
+            self._try_to_send(chunk.request, functools.partial(self._sender.register, chunk, first_value))
+
+    def _try_to_send(self, request: Request, send: Callable[[], None]) -> None:
+        try:
+            send()
+        except FabricError as error:
+            self._on_broken(request, ErrorCode.TRANSFER_FAILED, f"the pages to write were refused: {error}")
 
     def _count(self, chunks: list[Chunk], began: int) -> None:
         ended = now()

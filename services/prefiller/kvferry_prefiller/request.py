@@ -52,7 +52,16 @@ class Request:
     peers: list[Peer] = field(default_factory=list)
     """Fabric peer of each destination rank."""
     pages: list[int] = field(default_factory=list)
+    held: int = 0
+    """Pages at the beginning that were in the cache when pages were reserved."""
+    published: int = 0
+    """Pages at the beginning that others may find: the held ones, and those that are full by now."""
+    hashes: list[int] = field(default_factory=list)
+    """Block hashes of the full pages."""
+    number: int = 0
+    """Arrival number."""
     computed: int = 0
+    """Tokens whose KV is in the pages."""
     in_step: bool = False
     """A forward pass is writing its pages right now: they can't be freed before it returns."""
     transfers: set[int] = field(default_factory=set)

@@ -1,15 +1,20 @@
 """The batch scheduler: which chunks of which prompts the next forward pass runs.
 
-First come, first served, up to `chunk_size` tokens a pass: a long prompt fills passes alone, short ones share one. A
-request's pages are reserved for its whole prompt before its first chunk, so several long prompts can't hold a part
-of the pool each and wait for the rest.
+A pass takes up to `chunk_size` tokens of several prompts: least left to compute first, so that one long document does
+not hold up a hundred short questions. Those that have been here longer than the age limit are no longer overtaken: half
+of every pass is theirs, in order of arrival, so that a stream of short questions does not starve the document either.
+
+A request's pages are reserved for its whole prompt before its first chunk, so several long prompts can't hold a part of
+the pool each and wait for the rest. Pages that the cache has are shared and not computed; those computed are published
+when they are full.
 """
 
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvferry_engine.allocator import PageAllocator
+from kvferry_engine.prefix_cache import PrefixCache
+from kvferry_proto.hashing import block_hashes
 from kvferry_proto.layout import KVLayout
 
 from kvferry_prefiller.request import Request, State
@@ -37,26 +42,44 @@ def pages_to_send(chunk: Chunk, page_size: int) -> range:
     """Return the indices, in the request's page table, of the pages that leave with a chunk.
 
     A page leaves with the chunk that fills it, and the prompt's last page with the last chunk, full or not: every
-    page leaves exactly once. A chunk that fills no page sends none.
+    page that the decoder lacks leaves exactly once. A chunk that fills no page sends none.
     """
-    first = chunk.start // page_size
+    first = max(chunk.start // page_size, chunk.request.order.first_page)
     end = -(-chunk.end // page_size) if chunk.last else chunk.end // page_size
     return range(first, end)
 
 
+def pages_to_send_at_once(request: Request) -> range:
+    """Return the indices of the pages that the decoder lacks and that need not be computed."""
+    return range(request.order.first_page, request.held)
+
+
 class Scheduler:
-    """Owns the requests of a prefiller and their pages. Pure bookkeeping: no clock, no socket, no tensor."""
+    """Owns the requests of a prefiller and their pages. Pure bookkeeping: no clock, no socket, no tensor.
+
+    Times are those of `Request.timeline.received`, monotonic ns.
+    """
 
     def __init__(
-        self, allocator: PageAllocator, layout: KVLayout, *, chunk_size: int, max_running: int, max_waiting: int
+        self,
+        allocator: PrefixCache,
+        layout: KVLayout,
+        *,
+        chunk_size: int,
+        max_running: int,
+        max_waiting: int,
+        age_limit_ns: int = 0,
     ) -> None:
+        """`age_limit_ns`: how long a request may be overtaken by those that came later."""
         self.allocator = allocator
         self.layout = layout
         self.chunk_size = chunk_size
         self.max_running = max_running
         self.max_waiting = max_waiting
+        self.age_limit_ns = age_limit_ns
+        self._arrivals = 0
         self.waiting: deque[Request] = deque()
-        self.running: deque[Request] = deque()
+        self.running: list[Request] = []
         """Requests with chunks left to compute."""
         self.leaving: set[Request] = set()
         """Requests whose writes are under way (DRAINING), or that stop."""
@@ -81,14 +104,42 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Put a request at the queue's end."""
+        request.number = self._arrivals
+        self._arrivals += 1
         self.waiting.append(request)
 
-    def plan_step(self) -> list[Chunk]:
+    def admit(self, at: int) -> list[Request]:
+        """Reserve pages for requests that wait, and return them: what the cache has of them can be sent at once.
+
+        In order of arrival. One that does not fit is overtaken by those that do, until it is too old for that.
+        """
+        admitted = []
+        for request in list(self.waiting):
+            if len(self.running) + len(self.leaving) >= self.max_running:
+                break
+            if self._reserve(request):
+                self.waiting.remove(request)
+                self._enter(request)
+                admitted.append(request)
+            elif self._is_old(request, at):
+                break
+        return admitted
+
+    def plan_step(self, at: int) -> list[Chunk]:
         """Return the next pass's chunks; empty when there is nothing to compute."""
-        self._admit()
+        by_arrival = sorted(self.running, key=lambda each: each.number)
+        old = [request for request in by_arrival if self._is_old(request, at)]
+        young = [request for request in by_arrival if not self._is_old(request, at)]
+        young.sort(key=lambda each: each.remaining)
+        for_young = min(self.chunk_size // 2, sum(each.remaining for each in young))
+        chunks = self._cut(old, self.chunk_size - for_young)
+        chunks += self._cut(young, self.chunk_size - sum(chunk.tokens for chunk in chunks))
+        return chunks
+
+    def _cut(self, requests: list[Request], budget: int) -> list[Chunk]:
+        """Cut chunks of at most `budget` tokens together, in the given order."""
         chunks = []
-        budget = self.chunk_size
-        for request in self.running:
+        for request in requests:
             if not budget:
                 break
             count = min(budget, request.remaining)
@@ -97,15 +148,31 @@ class Scheduler:
             chunks.append(Chunk(request, request.computed, count))
         return chunks
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) + len(self.leaving) < self.max_running:
-            needed = self.layout.pages_for(self.waiting[0].length)
-            if not self.allocator.can_allocate(needed):
-                return
-            request = self.waiting.popleft()
-            request.pages = self.allocator.allocate(needed)
-            request.machine.move(State.RUNNING)
+    def _is_old(self, request: Request, at: int) -> bool:
+        return at - request.timeline.received >= self.age_limit_ns
+
+    def _reserve(self, request: Request) -> bool:
+        """Take all pages of a prompt, or none."""
+        layout = self.layout
+        if not request.hashes:
+            tokens, salt = request.order.tokens, request.order.cache_salt
+            request.hashes = block_hashes(tokens, layout.page_size, layout.model, salt)
+        found = self.allocator.find(request.hashes)
+        missing = layout.pages_for(request.length) - len(found)
+        if not self.allocator.can_allocate(missing, found):
+            return False
+        request.pages = self.allocator.claim(found, missing)
+        request.held = request.published = len(found)
+        request.computed = request.timeline.cached = len(found) * layout.page_size
+        return True
+
+    def _enter(self, request: Request) -> None:
+        request.machine.move(State.RUNNING)
+        if request.remaining:
             self.running.append(request)
+        else:
+            request.machine.move(State.DRAINING)
+            self.leaving.add(request)
 
     def finish_step(self, chunks: list[Chunk]) -> None:
         """The chunks' KV is in the pool. Requests whose last chunk it was wait for their writes now."""
@@ -115,10 +182,17 @@ class Scheduler:
             if request.state is not State.RUNNING:
                 continue
             request.computed = chunk.end
+            self._publish(request)
             if chunk.last:
                 self.running.remove(request)
                 self.leaving.add(request)
                 request.machine.move(State.DRAINING)
+
+    def _publish(self, request: Request) -> None:
+        """Let others find the pages that are full by now."""
+        first, full = request.published, request.computed // self.layout.page_size
+        self.allocator.publish(request.pages[first:full], request.hashes[first:full])
+        request.published = max(first, full)
 
     def stop(self, request: Request) -> None:
         """Compute no more of a request; it leaves when nothing of it is in flight."""

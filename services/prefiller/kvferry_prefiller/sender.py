@@ -7,11 +7,11 @@ writes when the model's counter says that the layer is done; no Python runs in b
 
 import numpy as np
 from kvferry_engine.worker import Worker
-from kvferry_fabric import ChunkSchedule, runs
+from kvferry_fabric import ChunkSchedule, LayerCounter, runs
 from kvferry_proto.shards import Piece
 
 from kvferry_prefiller.request import Request
-from kvferry_prefiller.scheduler import Chunk, pages_to_send
+from kvferry_prefiller.scheduler import Chunk, pages_to_send, pages_to_send_at_once
 
 
 class Sender:
@@ -43,23 +43,33 @@ class Sender:
         Raises FabricError, and sends nothing more of this chunk, if one is refused (out of the destination's bounds).
         """
         table = pages_to_send(chunk, self._worker.layout.page_size)
+        self._register(chunk.request, table, self._worker.counter, first_value)
+
+    def send_held(self, request: Request) -> None:
+        """Register the pages that need not be computed: all of their layers may leave now. Raises as `register`."""
+        self._register(request, pages_to_send_at_once(request), None, 0)
+
+    def _register(self, request: Request, table: range, counter: LayerCounter | None, first_value: int) -> None:
         if not table:
             return
-        request = chunk.request
+        first = request.order.first_page
         pages = np.asarray(request.pages, np.int32)[table.start : table.stop]
-        destination = np.frombuffer(request.order.pages, np.int32)[table.start : table.stop]
+        destination = np.frombuffer(request.order.pages, np.int32)[table.start - first : table.stop - first]
         moves = runs(pages, destination)
         for piece in request.pieces:
-            transfer = self._worker.fabric.schedule_layers(self._schedule(request, piece, moves, first_value))
+            schedule = self._schedule(request, piece, moves, counter, first_value)
+            transfer = self._worker.fabric.schedule_layers(schedule)
             request.transfers.add(transfer)
             self._by_transfer[transfer] = request
 
-    def _schedule(self, request: Request, piece: Piece, moves: np.ndarray, first_value: int) -> ChunkSchedule:
+    def _schedule(
+        self, request: Request, piece: Piece, moves: np.ndarray, counter: LayerCounter | None, first_value: int
+    ) -> ChunkSchedule:
         pool, order = self._worker.pool, request.order
         remote = order.memory[piece.destination_rank]
         page_bytes = order.layout.page_bytes
         return ChunkSchedule(
-            counter=self._worker.counter,
+            counter=counter,
             first_value=first_value,
             layers=order.layout.layers,
             region=self._regions[piece.source_rank],

@@ -46,6 +46,7 @@ class PrefillerService:
             chunk_size=settings.chunk_size,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            age_limit_ns=int(settings.overtake_seconds * 1e9),
         )
         self._sender = Sender(worker)
         self._requests: dict[Key, Request] = {}
@@ -168,7 +169,8 @@ class PrefillerService:
         task.add_done_callback(self._reports.discard)
 
     async def _checksum(self, request: Request) -> None:
-        self._release(request, await self._worker.checksums(request.pages, sent(request.pieces)))
+        pages = request.pages[request.order.first_page :]
+        self._release(request, await self._worker.checksums(pages, sent(request.pieces)))
 
     def _release(self, request: Request, checksums: Int32s) -> None:
         stopped = request.state is State.STOPPING

@@ -54,10 +54,10 @@ async def test_hits_of_every_length_on_either_side_and_both(nodes, eventually):
                 forget(decoding)
             if on_decoder:
                 await finished(router, decoding, tokens[: PAGE * on_decoder + 1], max_tokens=1)
-            before = decoding.worker.fabric.stats()
+            before = prefilling.worker.fabric.stats()
             got, outcome = await finished(router, decoding, tokens, prefiller=prefilling)
             assert got == alone, (on_decoder, on_prefiller)
-            moved = decoding.worker.fabric.stats().pages_arrived - before.pages_arrived
+            moved = prefilling.worker.fabric.stats().pages - before.pages
             assert moved == LAYERS * (PAGES - on_decoder), (on_decoder, on_prefiller)
             if on_decoder == PAGES:
                 assert outcome.prefiller is None

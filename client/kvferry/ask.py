@@ -37,10 +37,12 @@ class Ask(TypedDict, total=False):
     logprobs: int
     """-1: none; 0: of the chosen token; n: of the n likeliest beside it."""
     ignore_eos: bool
+    cache_salt: str
+    """Cached KV is shared only between requests with the same one: give each tenant its own."""
 
 
 _SAMPLING = frozenset(SamplingParams.__struct_fields__)
-_OTHER = frozenset({"messages", "prompt_ids", "model", "stop"})
+_OTHER = frozenset({"messages", "prompt_ids", "model", "stop", "cache_salt"})
 
 
 def to_generate(request_id: str, prompt: str | None, ask: Ask) -> Generate:
@@ -62,6 +64,7 @@ def to_generate(request_id: str, prompt: str | None, ask: Ask) -> Generate:
         prompt_ids=None if ids is None else _ids(ids),
         sampling=_sampling(ask),
         stop=_stops(ask.get("stop", ())),
+        cache_salt=ask.get("cache_salt", ""),
     )
 
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry_proto.ints import Int32s
-from kvferry_proto.message import Message, Refused, RequestFailed, RequestId
+from kvferry_proto.message import CacheSalt, Message, Refused, RequestFailed, RequestId
 from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.timeline import DecodeTimeline, PrefillTimeline
 from kvferry_proto.usage import FinishReason, Usage
@@ -44,6 +44,8 @@ class Generate(Message):
     prompt_ids: Int32s | None = None
     sampling: SamplingParams = SamplingParams()
     stop: Annotated[list[Stop], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
+    cache_salt: CacheSalt = ""
+    """Cached KV is shared only between requests with the same one."""
 
 
 class CancelGenerate(Message):

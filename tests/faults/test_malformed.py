@@ -1,6 +1,7 @@
 """What no peer would send, on every socket of a cluster: answered or dropped, counted, logged, and nothing held."""
 
 import asyncio
+import itertools
 import json
 import random
 import socket
@@ -28,6 +29,9 @@ from stranger import Impostor, Stranger, record_of
 from streams import Golden, Stream, prompt
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(200)]
+
+SALTS = itertools.count()
+"""One for each message: what one test leaves in a cache is nothing to the next."""
 
 NODES = ["router", "prefiller0", "decoder0"]
 REASONS = {"size", "json", "type"}
@@ -247,6 +251,7 @@ def order(victim, **changes):
         "generation": 1,
         "layout": victim.layout,
         "memory": [victim.region.descriptor],
+        "cache_salt": f"{next(SALTS)}",
     }
     return Prefill(**(fields | changes))
 
@@ -276,6 +281,9 @@ HOSTILE_ORDERS = {
     "page table too short": lambda v: {"pages": Int32s([3, 5])},
     "page table too long": lambda v: {"pages": Int32s([3, 5, 0, 1])},
     "no pages": lambda v: {"pages": Int32s()},
+    "more pages than are lacking": lambda v: {"first_page": 1},
+    "nothing lacking": lambda v: {"first_page": 3, "pages": Int32s()},
+    "countless pages held": lambda v: {"first_page": 1 << 40, "pages": Int32s([3])},
     "no tokens": lambda v: {"tokens": Int32s(), "pages": Int32s()},
     "token beyond the vocabulary": lambda v: {"tokens": Int32s([*prompt(19), 49152])},
     "negative token": lambda v: {"tokens": Int32s([*prompt(19), -5])},
@@ -436,6 +444,7 @@ def assign(**changes):
         "page_table": table(20, Source.PREFILLER if changes.get("prefiller") else Source.LOCAL),
         "sampling": SamplingParams(temperature=0, max_tokens=4, ignore_eos=True),
         "stop_token_ids": [2],
+        "cache_salt": f"{next(SALTS)}",
     }
     return Assign(**(fields | changes))
 

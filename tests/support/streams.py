@@ -1,13 +1,16 @@
 """Streamed completions that run beside a test, and what every test of a cluster checks after a fault."""
 
 import asyncio
+import itertools
 import json
 
 import httpx
 
+_SALTS = itertools.count()
+
 
 class Stream:
-    """One streaming completion, read by a task of its own."""
+    """One streaming completion, read by a task of its own. None of it is cached, unless a salt is given twice."""
 
     def __init__(self, url, prompt, tokens, **fields):
         self.tokens = []
@@ -18,6 +21,7 @@ class Stream:
         self.done = False
         self._news = asyncio.Event()
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+        body["cache_salt"] = f"stream {next(_SALTS)}"
         body |= {"stream": True, "stream_options": {"include_usage": True}} | fields
         self.task = asyncio.create_task(self._read(url, body))
 
@@ -91,8 +95,9 @@ class Golden:
         return {length: self.ask(length) for length in self.LENGTHS}
 
     def ask(self, length):
-        """Ask for one of the answers; it takes the usual way at the first attempt."""
-        reply = self._cluster.complete(prompt(length), max_tokens=12, ignore_eos=True)
+        """Ask for one of the answers; it takes the usual way at the first attempt, and nothing of it is cached."""
+        fields = {"max_tokens": 12, "ignore_eos": True, "cache_salt": f"golden {next(_SALTS)}"}
+        reply = self._cluster.complete(prompt(length), **fields)
         timeline = reply["kvferry"]["timeline"]
         assert timeline["router"]["attempts"] == 1
         assert (timeline["prefiller"] is not None) == (length > self.LOCAL)

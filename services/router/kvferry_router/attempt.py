@@ -79,6 +79,7 @@ class Attempt:
             stop_token_ids=stop_token_ids,
             prefiller=self.prefiller.peer if self.prefiller is not None else None,
             answered=len(answered),
+            cache_salt=job.cache_salt,
         )
 
     def _page_table(self, tokens: Int32s) -> Int32s:
@@ -88,7 +89,7 @@ class Attempt:
             msg = f"decoder {self.decoder.ref} published no layout"
             raise ValueError(msg)
         cached = Int32s(tokens[:-1])
-        hashes = block_hashes(cached, layout.page_size, layout.model)
+        hashes = block_hashes(cached, layout.page_size, layout.model, self.request.job.cache_salt)
         hashes += [0] * (layout.pages_for(len(cached)) - len(hashes))
         source = Source.PREFILLER if self.prefiller is not None else Source.LOCAL
         return pack([PageEntry(block_hash, source) for block_hash in hashes])

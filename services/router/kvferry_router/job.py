@@ -15,6 +15,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """The prompt; not empty."""
     sampling: SamplingParams
     stop: list[str] = []
+    cache_salt: str = ""
+    """Keeps cached KV apart."""
     received: int
     """When the router got the request, in ns of `timeline.now`."""
 

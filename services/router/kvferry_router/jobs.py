@@ -82,11 +82,13 @@ class JobMaker:
                 raise BadRequest(msg, "prompt")
         return Int32s(ids)
 
-    def make(self, tokens: Int32s, sampling: SamplingParams, stop: list[str], received: int) -> Job:
+    def make(
+        self, tokens: Int32s, sampling: SamplingParams, stop: list[str], received: int, cache_salt: str = ""
+    ) -> Job:
         """Make a job of sampling settings that are complete."""
         self._limits.answer_tokens(len(tokens), sampling.max_tokens, sampling.max_tokens)
         check_biases((token for token, _ in sampling.logit_bias), self._text.tokenizer.vocabulary)
-        return Job(tokens=tokens, sampling=sampling, stop=stop, received=received)
+        return Job(tokens=tokens, sampling=sampling, stop=stop, cache_salt=cache_salt, received=received)
 
     def _job(
         self, request: Common, tokens: Int32s, received: int, *, logprobs: int, asked: int | None, default: int
@@ -97,7 +99,8 @@ class JobMaker:
             logprobs=logprobs,
             vocabulary=self._text.tokenizer.vocabulary,
         )
-        return Job(tokens=tokens, sampling=sampling, stop=stops(request), received=received)
+        salt = request.cache_salt or ""
+        return Job(tokens=tokens, sampling=sampling, stop=stops(request), cache_salt=salt, received=received)
 
     async def _prompts(self, prompt: str | list[str | int | list[int]]) -> list[Int32s]:
         match prompt:

@@ -7,6 +7,7 @@ but the values listed there is refused. All other fields (user, metadata, store,
 from typing import Annotated, Any
 
 import msgspec
+from kvferry_proto.message import CacheSalt
 from kvferry_proto.sampling import MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS, Bias, Fraction, Penalty, Repetition
 
 MAX_STOPS = 16
@@ -45,6 +46,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     stream_options: StreamOptions | None = None
     ignore_eos: bool | None = None
     """Extension."""
+    cache_salt: CacheSalt | None = None
+    """Extension: cached KV is shared only between requests with the same one."""
     return_token_ids: bool | None = None
     """Extension: token_ids per choice, and prompt_token_ids."""
     kvferry_timeline: bool | None = None

@@ -138,7 +138,8 @@ class ZmqFront:
 
     async def _job(self, message: Generate, received: int) -> Job:
         self._jobs.check_model(message.model)
-        return self._jobs.make(await self._tokens(message), message.sampling, message.stop, received)
+        tokens = await self._tokens(message)
+        return self._jobs.make(tokens, message.sampling, message.stop, received, message.cache_salt)
 
     async def _tokens(self, message: Generate) -> Int32s:
         given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]

@@ -64,6 +64,8 @@ class Accepted(Message):
     """Decoder -> router: pages and a slot are reserved; tokens will follow."""
 
     request_id: RequestId
+    prefiller_spared: bool = False
+    """A prefiller was named and is not asked: its pages are here, or little is missing."""
 
 
 class TokenRun(msgspec.Struct, frozen=True, array_like=True):

@@ -198,6 +198,27 @@ async def test_draining_and_excluded_nodes_are_left_out(cluster):
     assert placed.decoder.ref.id == "d3"
 
 
+async def test_a_prompt_goes_to_who_holds_it_unless_that_one_is_much_busier(cluster):
+    wanted = {"tokens": 100, "affinity": 4.0, "held": {"d2": 100, "p2": 100}}
+    for number in (1, 2):
+        await cluster.add(record(f"p{number}", Role.PREFILLER), Load(queued_tokens=50 * number))
+    for load, chosen in ((0, "d2"), (3, "d2"), (5, "d1")):
+        await cluster.add(record("d1"), Load(free_pages=100))
+        await cluster.add(record("d2"), Load(free_pages=100, running=load))
+        placed = await cluster.placer.place(ask(1, **wanted))
+        assert (placed.decoder.ref.id, placed.prefiller.ref.id) == (chosen, "p2")
+    half = await cluster.placer.place(ask(1, **wanted | {"held": {"d2": 50}}))
+    assert (half.decoder.ref.id, half.prefiller.ref.id) == ("d1", "p1")
+
+
+async def test_a_prefiller_that_is_spared_gets_its_reservation_back(cluster, redis_server):
+    prefiller = await cluster.add(record("p1", Role.PREFILLER), Load())
+    decoder = await cluster.add(record("d1"), Load(free_pages=100))
+    placed = await cluster.placer.place(ask(1))
+    await cluster.placer.release(placed, decoder=False)
+    assert (set(held(redis_server, decoder)), held(redis_server, prefiller)) == ({"r1"}, {})
+
+
 async def test_incarnation_and_record_come_back_exactly(cluster):
     what = await cluster.add(record("d1", metrics="http://[::1]:1/ü\"'", max_context=1 << 40), Load(free_pages=100))
     assert await cluster.placer.place(ask(1, tokens=1)) == Placement(request_id="r1", decoder=what, prefiller=None)
@@ -263,4 +284,6 @@ def _random_ask(rng: random.Random, number: int) -> PlacementAsk:
         context=rng.choice([0, 100, 101, 1001]),
         exclude=frozenset(rng.sample([f"n{n}" for n in range(7)], rng.choice([0, 0, 2]))),
         local_prefill=rng.random() < 0.3,
+        held={f"n{n}": rng.choice([0, 7, 100, 299]) for n in rng.sample(range(7), rng.choice([0, 0, 2]))},
+        affinity=rng.choice([0.0, 0.5, 4.0]),
     )

@@ -35,7 +35,7 @@ class Answers:
         """Tell that pages are reserved; once, though a preempted request is admitted again."""
         if not request.accepted:
             request.accepted = True
-            self._send(request.origin, Accepted(request_id=request.id))
+            self._send(request.origin, Accepted(request_id=request.id, prefiller_spared=request.spared))
 
     def failed(self, request: Request, error: RequestError) -> None:
         """Tell that a request is over, and why."""

@@ -78,6 +78,8 @@ class Request:
     in_step: bool = False
     """A forward pass is reading and writing its pages right now: they can't be freed before it returns."""
     accepted: bool = False
+    spared: bool = False
+    """A prefiller was named and is not asked."""
     timeline: DecodeTimeline = field(default_factory=DecodeTimeline)
     prefill_timeline: PrefillTimeline | None = None
 

@@ -135,7 +135,7 @@ class Scheduler:
             request.machine.move(State.RECEIVING)
             self.receiving.add(request)
             return
-        request.prefiller = None
+        request.spared, request.prefiller = request.prefiller is not None, None
         # A request that was preempted has been computed once: what is found then is its own.
         request.cached = 0 if request.accepted else request.computed
         request.machine.move(State.RUNNING)

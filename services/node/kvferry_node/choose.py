@@ -27,11 +27,19 @@ class PlacementAsk(msgspec.Struct, frozen=True, kw_only=True):
     """Ids of nodes that have failed this request."""
     local_prefill: bool = False
     """Whether a decoder may prefill it by itself, however long, when no prefiller is there."""
+    held: dict[str, int] = {}
+    """Node id: how many of the tokens, from the first on, are probably in its prefix cache."""
+    affinity: float = 0.0
+    """How many requests more than others a decoder that holds the whole prompt may have and be chosen still."""
 
     @property
     def prefill_tokens(self) -> int:
         """Tokens whose KV somebody has to compute."""
         return max(0, self.tokens - 1)
+
+    def credit(self, node_id: str) -> float:
+        """Requests that what a decoder holds makes up for."""
+        return self.affinity * self.held.get(node_id, 0) / self.tokens
 
 
 class Candidate(NamedTuple):
@@ -77,7 +85,10 @@ class Unplaced(NamedTuple):
 
 
 def choose(ask: PlacementAsk, nodes: Iterable[Candidate]) -> Choice | Unplaced:
-    """Pick the decoder with the fewest requests that has the pages, and its least loaded prefiller."""
+    """Pick the decoder with the fewest requests that has the pages, and its least loaded prefiller.
+
+    What a node holds of the prompt already counts in its favour.
+    """
     able = [node for node in nodes if _serves(node.record, ask)]
     decoders = [node for node in able if node.record.role == Role.DECODER]
     prefillers = [node for node in able if node.record.role == Role.PREFILLER]
@@ -86,7 +97,8 @@ def choose(ask: PlacementAsk, nodes: Iterable[Candidate]) -> Choice | Unplaced:
     largest = max(node.record.total_pages for node in decoders)
     if ask.pages > largest:
         return Unplaced("too_large", Role.DECODER, largest)
-    ready = sorted((node for node in decoders if node.free >= ask.pages and node.has_place), key=_decoder_cost)
+    able = [node for node in decoders if node.free >= ask.pages and node.has_place]
+    ready = sorted(able, key=lambda node: _decoder_cost(ask, node))
     if not ready:
         return Unplaced("overloaded", Role.DECODER)
     return _with_prefiller(ask, ready, prefillers)
@@ -100,7 +112,7 @@ def _with_prefiller(ask: PlacementAsk, decoders: list[Candidate], prefillers: li
         pair = [node for node in prefillers if pairing(node.record) == pairing(decoder.record)]
         ready = [node for node in pair if node.has_place]
         if ready:
-            return Choice(decoder.record, min(ready, key=_prefiller_cost).record)
+            return Choice(decoder.record, min(ready, key=lambda node: _prefiller_cost(ask, node)).record)
         full = full or bool(pair)
     if full:
         return Unplaced("overloaded", Role.PREFILLER)
@@ -114,9 +126,10 @@ def _serves(record: NodeRecord, ask: PlacementAsk) -> bool:
     return fits and not record.draining and record.model == ask.model and record.ref.id not in ask.exclude
 
 
-def _decoder_cost(node: Candidate) -> tuple[int, int, str]:
-    return node.busy, -node.free, node.record.ref.id
+def _decoder_cost(ask: PlacementAsk, node: Candidate) -> tuple[float, int, str]:
+    return node.busy - ask.credit(node.record.ref.id), -node.free, node.record.ref.id
 
 
-def _prefiller_cost(node: Candidate) -> tuple[int, int, str]:
-    return node.load.queued_tokens + node.tokens, node.busy, node.record.ref.id
+def _prefiller_cost(ask: PlacementAsk, node: Candidate) -> tuple[int, int, str]:
+    node_id = node.record.ref.id
+    return node.load.queued_tokens + node.tokens - ask.held.get(node_id, 0), node.busy, node_id

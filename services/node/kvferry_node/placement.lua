@@ -46,7 +46,10 @@ local function read(id)
   add_reservations(node)
   node.busy = node.running + node.waiting + node.requests
   node.free = node.free_pages - node.pages
-  node.queue = node.queued_tokens + node.tokens
+  -- What it holds of the prompt already counts in its favour.
+  local held = ask.held[id] or 0
+  node.cost = node.busy - ask.affinity * held / ask.tokens
+  node.queue = node.queued_tokens + node.tokens - held
   node.has_place = node.max_requests == 0 or node.busy < node.max_requests
   return node
 end
@@ -59,7 +62,7 @@ for _, id in ipairs(redis.call('HKEYS', KEYS[1])) do
 end
 
 local function decoder_before(a, b)
-  if a.busy ~= b.busy then return a.busy < b.busy end
+  if a.cost ~= b.cost then return a.cost < b.cost end
   if a.free ~= b.free then return a.free > b.free end
   return a.id < b.id
 end

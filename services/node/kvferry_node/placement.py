@@ -77,12 +77,13 @@ class Placer:
         """Choose as `place` does, by the last view and this router's own reservations. Raises KvferryError."""
         return self._conclude(ask, "local", self._choose_locally(ask))
 
-    async def release(self, placement: Placement) -> None:
+    async def release(self, placement: Placement, *, decoder: bool = True) -> None:
         """Give the reservation back: the request has ended before a node admitted it. Twice is as good as once.
 
-        Where Redis is away the reservation ends by itself.
+        `decoder`: False gives back the prefiller's part alone. Where Redis is away the reservation ends by itself.
         """
-        refs = [record.ref for record in (placement.decoder, placement.prefiller) if record is not None]
+        records = (placement.decoder if decoder else None, placement.prefiller)
+        refs = [record.ref for record in records if record is not None]
         for ref in refs:
             self._held.drop(ref, placement.request_id)
         if not self._view.available:

@@ -73,9 +73,9 @@ class Admission:
         if not task.cancelled() and task.exception() is None:
             self.release(task.result())
 
-    def release(self, placement: Placement) -> None:
-        """Give a reservation back that no decoder has taken over, in the background."""
-        task = asyncio.ensure_future(self._placer.release(placement))
+    def release(self, placement: Placement, *, decoder: bool = True) -> None:
+        """Give a reservation back that no node has taken over, in the background; without `decoder` the prefiller's."""
+        task = asyncio.ensure_future(self._placer.release(placement, decoder=decoder))
         self._returns.add(task)
         task.add_done_callback(self._returned)
 

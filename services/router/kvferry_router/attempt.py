@@ -1,6 +1,7 @@
 """One attempt at a request: one decoder, one internal id, one end."""
 
 import asyncio
+from collections.abc import Callable
 
 import msgspec
 from kvferry_proto.errors import RequestError
@@ -34,11 +35,20 @@ End = Finished | Lost | StopFound
 class Attempt:
     """Open from Assign to its end; the end comes exactly once."""
 
-    def __init__(self, attempt_id: str, request: Request, decoder: NodeRecord, prefiller: NodeRecord | None) -> None:
+    def __init__(
+        self,
+        attempt_id: str,
+        request: Request,
+        decoder: NodeRecord,
+        prefiller: NodeRecord | None,
+        on_spared: Callable[[], None],
+    ) -> None:
+        """`on_spared` is called if the decoder does not ask the prefiller."""
         self.id = attempt_id
         self.request = request
         self.decoder = decoder
         self.prefiller = prefiller
+        self.on_spared = on_spared
         self.accepted = False
         self.last_token = 0
         """ns of `timeline.now`; 0 before the first token."""

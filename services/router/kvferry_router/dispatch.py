@@ -9,6 +9,7 @@ from kvferry_node.logs import get_logger
 from kvferry_node.placement import Placement, PlacementAsk, Placer
 from kvferry_node.service import wait_until
 from kvferry_proto.errors import ErrorCode, KvferryError, Phase, RequestError, fail
+from kvferry_proto.layout import KVLayout
 from kvferry_proto.nodes import NodeRecord, NodeRef
 from kvferry_proto.timeline import DecodeTimeline
 from kvferry_proto.to_router import Finished
@@ -20,6 +21,7 @@ from kvferry_router.handle import RequestHandle
 from kvferry_router.job import Job
 from kvferry_router.metrics import RouterMetrics
 from kvferry_router.model_folder import ModelText
+from kvferry_router.prefix_memory import PrefixMemory
 from kvferry_router.request import Request
 from kvferry_router.settings import RouterSettings
 from kvferry_router.switchboard import Switchboard
@@ -58,6 +60,7 @@ class Dispatcher:
             accept_seconds=settings.accept_seconds,
             cancel_seconds=settings.cancel_seconds,
         )
+        self._memory = PrefixMemory(settings.prefix_blocks)
         self._requests: dict[Request, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
         self._idle = asyncio.Event()
@@ -85,6 +88,7 @@ class Dispatcher:
     def on_leave(self, record: NodeRecord) -> None:
         """A node is gone: the handler of the membership view."""
         self._switchboard.on_leave(record)
+        self._memory.forget(record.ref)
 
     def stood_still(self, seconds: float) -> None:
         """This router was taken for lost meanwhile."""
@@ -174,6 +178,7 @@ class Dispatcher:
             attempt = self._attempt(request, placement)
             end = await self._run(attempt, placement, number)
             if not isinstance(end, Lost):
+                self._remember(attempt)
                 _complete(request, end)
                 return
             if end.retry and self._completed_anyway(request):
@@ -205,18 +210,46 @@ class Dispatcher:
             context=tokens + room,
             exclude=frozenset(avoid),
             local_prefill=self._settings.local_prefill,
+            held=self._held(request),
+            affinity=self._settings.prefix_affinity,
         )
+
+    def _layouts(self) -> list[KVLayout]:
+        return [record.layout for record in self._decoders() if record.layout is not None]
 
     def _page_size(self) -> int:
         """The smallest page in the cluster: no decoder is then asked for too few."""
-        sizes = [record.layout.page_size for record in self._decoders() if record.layout is not None]
-        return min(sizes, default=1)
+        return min((layout.page_size for layout in self._layouts()), default=1)
+
+    def _held(self, request: Request) -> dict[str, int]:
+        """Who has how many of the tokens. Where decoders differ in their layouts, those that are like the first."""
+        layouts = self._layouts()
+        if not layouts or not self._settings.prefix_affinity:
+            return {}
+        tokens = [*request.job.tokens, *request.answer.token_ids]
+        return self._memory.held(layouts[0], tokens[:-1], request.job.cache_salt)
+
+    def _remember(self, attempt: Attempt) -> None:
+        """Prompt and answer but for its last token are in the decoder's pages, the prompt in the prefiller's."""
+        job, layout = attempt.request.job, attempt.decoder.layout
+        if layout is None or not self._settings.prefix_affinity:
+            return
+        tokens = [*job.tokens, *attempt.request.answer.token_ids]
+        self._memory.note(attempt.decoder.ref, layout, tokens[:-1], job.cache_salt)
+        if attempt.prefiller is not None:
+            self._memory.note(attempt.prefiller.ref, layout, job.tokens[:-1], job.cache_salt)
 
     def _next_id(self) -> str:
         return f"{self._ref.id}-{self._ref.incarnation:x}-{next(self._numbers)}"
 
     def _attempt(self, request: Request, placement: Placement) -> Attempt:
-        return Attempt(placement.request_id, request, placement.decoder, placement.prefiller)
+        return Attempt(
+            placement.request_id,
+            request,
+            placement.decoder,
+            placement.prefiller,
+            on_spared=lambda: self._admission.release(placement, decoder=False),
+        )
 
     async def _run(self, attempt: Attempt, placement: Placement, number: int) -> End:
         """Carry out one attempt; whatever ends it, its decoder is told if it may still hold something."""

@@ -42,6 +42,14 @@ class RouterSettings(NodeSettings, kw_only=True, frozen=True):
         msgspec.Meta(ge=1, le=1 << 20),
         help_text("Tokens of the answer that placement reserves pages for, beside the prompt's; the rest as it grows."),
     ] = 64
+    prefix_affinity: Annotated[
+        float,
+        msgspec.Meta(ge=0, le=1_000_000),
+        help_text("How many requests more than others a decoder that holds a prompt's KV may have and still get it."),
+    ] = 4.0
+    prefix_blocks: Annotated[
+        Count, help_text("KV pages of which the router remembers who has them, to send follow-ups there.")
+    ] = 65_536
     max_prompts: Annotated[Count, help_text("Prompts that one completions call may hold.")] = 64
     max_body_bytes: Annotated[Bytes, help_text("Largest HTTP body taken; more is answered 413.")] = 8 << 20
     default_chat_tokens: Annotated[

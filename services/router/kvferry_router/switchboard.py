@@ -162,6 +162,8 @@ class Switchboard:
         match message:
             case Accepted():
                 self._accepted(attempt)
+                if message.prefiller_spared:
+                    attempt.on_spared()
             case Finished():
                 attempt.finish(_checked(attempt, message))
             case RequestFailed():

@@ -9,14 +9,12 @@ ENTRY_INTS = 3
 
 
 class Source(enum.IntEnum):
-    """Where the KV of a page comes from."""
+    """Where the KV of a page comes from, unless the decoder holds it already, which it alone knows."""
 
     PREFILLER = 0
     """Sent by the prefiller."""
     LOCAL = 1
     """Computed by the decoder itself."""
-    HELD = 2
-    """Already held by the decoder."""
 
 
 class PageEntry(NamedTuple):

@@ -15,6 +15,8 @@ import httpx
 import redis
 from forge import Forge
 
+# One client for all: each loads the machine's certificates otherwise, which takes longer than most requests.
+_http = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
 START_SECONDS = 90
 STOP_SECONDS = 40
 
@@ -64,15 +66,15 @@ class Node:
     def ready(self):
         assert self.process.poll() is None, f"{self.name} has ended:\n{self.tail()}"
         try:
-            return httpx.get(f"{self.url}/ready", timeout=5).status_code == 200
+            return _http.get(f"{self.url}/ready", timeout=5).status_code == 200
         except httpx.TransportError:
             return False
 
     def state(self):
-        return httpx.get(f"{self.url}/state", timeout=10).raise_for_status().json()
+        return _http.get(f"{self.url}/state", timeout=10).raise_for_status().json()
 
     def metrics(self):
-        return httpx.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
+        return _http.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
 
     def held(self):
         """What the node holds and should not when idle."""
@@ -230,7 +232,7 @@ class Cluster:
     def complete(self, prompt, *, timeout=120, expect=200, **fields):
         """POST /v1/completions; the body, status checked."""
         body = {"prompt": prompt, "temperature": 0, "return_token_ids": True, "kvferry_timeline": True} | fields
-        reply = httpx.post(f"{self.url}/v1/completions", json=body, timeout=timeout)
+        reply = _http.post(f"{self.url}/v1/completions", json=body, timeout=timeout)
         assert reply.status_code == expect, f"{reply.status_code}: {reply.text}\n{self.tails()}"
         return reply.json()
 

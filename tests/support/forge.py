@@ -3,7 +3,9 @@
 `Forge` is the tests' end. The other end, this file as a script, reads a JSON line per order and answers with one.
 """
 
+import atexit
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -11,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from pathlib import Path
 
 ROLES = ("router", "prefiller", "decoder")
@@ -86,7 +89,11 @@ def _tether(parent):
 
 
 def _become(order, commands, orders):
-    """Be the service, from here to the end of the process."""
+    """Be the service, from here to the end of the process.
+
+    That end is the exit handlers alone: to tear the interpreter down would copy every page that is shared with the
+    forge, which takes longer than the node has lived.
+    """
     log = os.open(order["log"], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     null = os.open(os.devnull, os.O_RDONLY)
     for fd, standard in ((null, 0), (log, 1), (log, 2)):
@@ -95,7 +102,16 @@ def _become(order, commands, orders):
     os.close(log)
     orders.close()
     os.environ.update(order["environ"])
-    commands[order["role"]].main(order["flags"], prog_name=order["role"])
+    status = 1
+    try:
+        commands[order["role"]].main(order["flags"], prog_name=order["role"])
+    except SystemExit as end:
+        status = end.code or 0
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        os._exit(status)
 
 
 def main():
@@ -103,6 +119,7 @@ def main():
 
     _tether(int(sys.argv[1]))
     commands = {role: importlib.import_module(f"kvferry_{role}.cli").command for role in ROLES}
+    gc.freeze()
     answers = os.fdopen(os.dup(1), "w")
     orders = os.fdopen(os.dup(0))
     os.close(0)
@@ -120,10 +137,9 @@ def main():
             if answer == 0:
                 _tether(forge)
                 answers.close()
-                return _become(order, commands, orders)
+                _become(order, commands, orders)
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
-    return None
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ class Stream:
     async def _read(self, url, body):
         try:
             async with (
-                httpx.AsyncClient(base_url=url, timeout=60) as client,
+                httpx.AsyncClient(base_url=url, timeout=60, verify=False) as client,
                 client.stream("POST", "/v1/completions", json=body) as reply,
             ):
                 self.status = reply.status_code

@@ -1,5 +1,7 @@
 """Models split over tensor-parallel ranks against transformers on the same folder, in float32."""
 
+import time
+
 import pytest
 import torch
 from engine_runner import VOCABULARY, Runner, close, reference_logits, tokens_of
@@ -65,6 +67,33 @@ def _same_cache(together, folder, *sequences):
         for sequence in sequences:
             full = [page for at, page in enumerate(sequence.pages) if (at + 1) * 8 <= len(sequence.tokens)]
             close(runner.pool.tensor[:, full], whole.pool.tensor[:, full, heads])
+
+
+def test_a_layer_is_done_when_all_ranks_have_written_it(tmp_path):
+    """The lead's word lets the fabric read every rank's pool."""
+    build_random(tmp_path, "llama")
+    together = RankThreads(tmp_path, 2, page_size=8, pages=4)
+    for layer in together.runners[1].model.layers:
+        layer.attention = slowed(layer.attention)
+    sequence, seen = together.sequence(tokens_of(16)), []
+
+    def on_layer(layer):
+        written = [runner.pool.tensor[layer, sequence.pages] for runner in together.runners]
+        seen.append((layer, [bool(pages.isfinite().all()) for pages in written]))
+
+    try:
+        together.step(sequence.next(16), on_layer=on_layer)
+    finally:
+        together.close()
+    assert seen == [(layer, [True, True]) for layer in range(3)]
+
+
+def slowed(work):
+    def late(*args):
+        time.sleep(0.05)
+        return work(*args)
+
+    return late
 
 
 def test_experts_stored_in_one_tensor_are_read_in_slices(tmp_path):

@@ -189,7 +189,8 @@ class Cluster:
             self.start_redis()
             for node in self.nodes.values():
                 node.start()
-            for node in self.nodes.values():
+            # The router last: it waits for the others, and would not say that one has ended.
+            for node in [*self.workers, self["router"]]:
                 wait_for(node.ready, START_SECONDS, lambda node=node: f"{node.name} ready:\n{node.tail()}")
             self.wait_seen(len(self.nodes))
         except BaseException:

@@ -25,9 +25,14 @@ class RankThreads:
         # All ranks deal out the same pages.
         self.sequence = self.runners[0].sequence
 
-    def step(self, *slices, **options):
-        """Logits of the first rank; the others must have none."""
-        first, *others = self.each(lambda runner: runner.step(*slices, **options))
+    def step(self, *slices, on_layer=None, **options):
+        """Logits of the first rank, which calls `on_layer`; the others must have none."""
+
+        def step(runner):
+            lead = {"on_layer": on_layer} if runner is self.runners[0] else {}
+            return runner.step(*slices, **options, **lead)
+
+        first, *others = self.each(step)
         assert others == [None] * len(others)
         return first
 

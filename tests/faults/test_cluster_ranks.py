@@ -1,6 +1,7 @@
 """Ranks of a node die together, cost no token, and leave nothing; the node's next life is whole."""
 
 import asyncio
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -62,8 +63,13 @@ def streams(cluster):
     return [Stream(cluster.url, prompt(40, i), ANSWER, **fields[i % 2]) for i in range(4)]
 
 
-async def ask(cluster, seed=0):
-    body = {"prompt": prompt(PASSAGE, seed), "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+_salts = itertools.count()
+
+
+async def ask(cluster):
+    """One passage, anew each time: no page of it is cached under its salt."""
+    body = {"prompt": prompt(PASSAGE), "max_tokens": 6, "temperature": 0, "return_token_ids": True}
+    body["cache_salt"] = f"salt-{next(_salts)}"
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
         reply = await client.post("/v1/completions", json=body | {"ignore_eos": True})
     assert reply.status_code == 200, reply.text

@@ -8,6 +8,8 @@
 Needs pyzmq, msgspec and orjson alone.
 """
 
+from kvferry_proto.grammar import Grammar
+
 from kvferry import errors
 from kvferry.aio import AsyncClient, AsyncStream
 from kvferry.answer import Completion, Delta
@@ -25,6 +27,7 @@ __all__ = [
     "Completion",
     "CurveKeys",
     "Delta",
+    "Grammar",
     "KvferryClientError",
     "Stream",
     "errors",

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TypedDict
 
+from kvferry_proto.grammar import Grammar
 from kvferry_proto.ints import Int32s
 from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.to_router import ChatMessage, Generate
@@ -23,6 +24,8 @@ class Ask(TypedDict, total=False):
     """Name of the model; "" takes whatever is served."""
     stop: Sequence[str]
     """Texts that end the answer; at most 16."""
+    grammar: Grammar
+    """What the answer must look like: Grammar.json_schema({...}), Grammar.regex(...), Grammar.choice([...])."""
     temperature: float
     top_p: float
     top_k: int
@@ -42,7 +45,7 @@ class Ask(TypedDict, total=False):
 
 
 _SAMPLING = frozenset(SamplingParams.__struct_fields__)
-_OTHER = frozenset({"messages", "prompt_ids", "model", "stop", "cache_salt"})
+_OTHER = frozenset({"messages", "prompt_ids", "model", "stop", "cache_salt", "grammar"})
 
 
 def to_generate(request_id: str, prompt: str | None, ask: Ask) -> Generate:
@@ -65,6 +68,7 @@ def to_generate(request_id: str, prompt: str | None, ask: Ask) -> Generate:
         sampling=_sampling(ask),
         stop=_stops(ask.get("stop", ())),
         cache_salt=ask.get("cache_salt", ""),
+        grammar=ask.get("grammar"),
     )
 
 

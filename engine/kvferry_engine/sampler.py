@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kvferry_engine.grammar import TokenMasks
 from kvferry_engine.penalties import LogitChanges, Penalties
 
 MAX_LOGPROBS = 20
@@ -113,13 +114,17 @@ class Sampled:
     """One entry per row; None for rows that did not ask, or are broken."""
 
 
-def sample(logits: torch.Tensor, batch: SamplingBatch) -> Sampled:
-    """Draw one token per row of float32 `logits` [B, V]; raises ValueError unless B is the batch's."""
+def sample(logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None = None) -> Sampled:
+    """Draw one token per row of float32 `logits` [B, V], none that `masks` forbid.
+
+    Raises ValueError unless B is the batch's.
+    """
     if len(logits) != len(batch.rows):
         msg = f"{len(logits)} rows of logits for {len(batch.rows)} sampling rows"
         raise ValueError(msg)
     with torch.inference_mode():
         changed = logits if batch.changes is None else batch.changes.apply(logits)
+        changed = changed if masks is None else masks.apply(changed)
         best, tokens = changed.max(dim=-1)
         if len(batch.drawn):
             rows = changed if len(batch.drawn) == len(changed) else changed[batch.drawn]

@@ -3,6 +3,7 @@
 import msgspec
 
 from kvferry_proto.errors import RequestError
+from kvferry_proto.grammar import Grammar
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import CacheSalt, Message, Refused, RequestId
 from kvferry_proto.nodes import Peer
@@ -26,6 +27,8 @@ class Assign(Message):
     """How many of `tokens` belong to the answer, not the prompt."""
     cache_salt: CacheSalt = ""
     """Pages are shared only between requests with the same one."""
+    grammar: Grammar | None = None
+    """What the answer must look like."""
 
 
 class Cancel(Message):

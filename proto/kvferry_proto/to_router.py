@@ -4,6 +4,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvferry_proto.grammar import Grammar
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import CacheSalt, Message, Refused, RequestFailed, RequestId
 from kvferry_proto.sampling import SamplingParams
@@ -46,6 +47,8 @@ class Generate(Message):
     stop: Annotated[list[Stop], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
     cache_salt: CacheSalt = ""
     """Cached KV is shared only between requests with the same one."""
+    grammar: Grammar | None = None
+    """What the answer must look like."""
 
 
 class CancelGenerate(Message):

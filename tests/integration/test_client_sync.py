@@ -6,7 +6,7 @@ import time
 
 import pytest
 import zmq
-from kvferry import Client, errors
+from kvferry import Client, Grammar, errors
 from kvferry.testing import ScriptedRouter, completed
 from kvferry_proto.errors import HTTP_STATUS, ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
@@ -51,6 +51,8 @@ def test_messages_and_token_ids_travel_as_given():
         ids = router.expect(Generate)
         client.generate("x", min_p=0.1, logit_bias={7: -1.5}, repetition_penalty=1.2)
         biased = router.expect(Generate).sampling
+        client.generate("x", grammar=Grammar.choice(["a", "b"]))
+        assert router.expect(Generate).grammar == Grammar.regex("(a)|(b)")
     assert (biased.min_p, biased.logit_bias, biased.repetition_penalty) == (0.1, ((7, -1.5),), 1.2)
     assert [(turn.role, turn.content) for turn in chat.messages] == [("user", "hi"), ("assistant", "ho")]
     assert list(ids.prompt_ids) == [0, 1, 2, 3, 4]
@@ -68,6 +70,8 @@ def test_messages_and_token_ids_travel_as_given():
         ("a", {"logit_bias": {"x": 1}}),
         ("a", {"logit_bias": [7]}),
         ("a", {"min_p": 2}),
+        ("a", {"grammar": Grammar.regex("")}),
+        ("a", {"grammar": "a+"}),
         ("a", {"max_tokens": "many"}),
         ("a", {"stop": ["x"] * 17}),
         ("a", {"nonsense": 1}),

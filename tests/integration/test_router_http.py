@@ -5,6 +5,7 @@ import json
 
 import pytest
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
+from kvferry_proto.grammar import Grammar
 from kvferry_proto.message import RequestFailed
 from kvferry_proto.page_table import Source, unpack
 from scripted import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
@@ -248,7 +249,20 @@ BAD = [
     ({"frequency_penalty": -2.5}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
     ({"min_p": 1.5}, "min_p"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format.json_schema.schema"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": "[]"}, "guided_json"),
+    ({"guided_json": {"pattern": "x" * 70_000}}, "guided_json"),
+    ({"guided_regex": ""}, "guided_regex"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_choice": [5]}, "guided_choice[0]"),
+    ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+    ({"structured_outputs": {}}, "structured_outputs"),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+    ({"structured_outputs": {"json": "x"}}, "structured_outputs.json"),
     ({"tools": [{}]}, "tools"),
     ({"temperature": 2.5}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
@@ -310,6 +324,43 @@ async def test_neutral_values_and_unknown_fields_pass(cluster):
     await cluster.decoder()
     neutral = {"n": 1, "best_of": 1, "logit_bias": {}, "presence_penalty": 0.0, "response_format": {"type": "text"}}
     await cluster.complete(**neutral, user="me", metadata={"a": "b"}, suffix=None, tool_choice="auto", invented=[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "null"}}}},
+            Grammar.json_schema({"type": "null"}),
+        ),
+        ({"guided_json": '{"type": "null"}'}, Grammar.json_schema({"type": "null"})),
+        ({"guided_regex": "a+"}, Grammar.regex("a+")),
+        ({"guided_choice": ["a.b", "c"]}, Grammar.regex(r"(a\.b)|(c)")),
+        ({"guided_grammar": 'start: "a"'}, Grammar.lark('start: "a"')),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar.regex("(a)")),
+        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"response_format": {"type": "text"}, "guided_regex": "a"}, Grammar.regex("a")),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+    ids=lambda value: json.dumps(value)[:40] if isinstance(value, dict) else "",
+)
+async def test_grammars_reach_the_decoder(cluster, fields, grammar):
+    decoder = await cluster.decoder()
+    await cluster.complete(**fields)
+    assert decoder.assigned[0].grammar == grammar
+
+
+async def test_a_grammar_that_the_decoder_refuses_is_the_client_s_mistake(cluster):
+    async def refuse(decoder, origin, assign):
+        error = RequestError(code=ErrorCode.BAD_REQUEST, message="no such keyword", phase=Phase.ASSIGN, node="d1")
+        origin.reply(RequestFailed(request_id=assign.request_id, error=error))
+
+    decoder = await cluster.decoder("d1", refuse)
+    for stream in (False, True):
+        error = (await cluster.complete(400, guided_json={"not": {}}, stream=stream))["error"]
+        assert (error["message"], error["type"]) == ("no such keyword", "invalid_request_error")
+    assert len(decoder.assigned) == 2
 
 
 async def test_lengths_at_the_limit(cluster):

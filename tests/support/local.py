@@ -80,7 +80,7 @@ class Router:
         self.refused = []
         self._numbers = itertools.count()
 
-    def ask(self, decoder, tokens, *, prefiller=None, request_id=None, answered=0, salt="", **sampling):
+    def ask(self, decoder, tokens, *, prefiller=None, request_id=None, answered=0, salt="", grammar=None, **sampling):
         """Send an assignment; returns what becomes of it. `answered`: how many of the tokens another has answered."""
         record = decoder.node._record(decoder.worker, decoder.service_endpoint, "")
         page_size = record.layout.page_size
@@ -102,6 +102,7 @@ class Router:
                 prefiller=peer,
                 answered=answered,
                 cache_salt=salt,
+                grammar=grammar,
             )
         )
         asked.request_id, asked.decoder = request_id, record.peer

@@ -29,6 +29,7 @@ SHAPES = [
     to_client.Usage,
     to_client.Timeline,
     to_router.ChatMessage,
+    to_router.Grammar,
 ]
 
 

@@ -45,6 +45,10 @@ class Answers:
         """Confirm a cancel."""
         self._send(request.origin, Cancelled(request_id=request.id))
 
+    def finished(self, request: Request, reason: FinishReason) -> None:
+        """Tell that the answer is complete."""
+        self._send(request.origin, _finished(request, reason))
+
     def step(self, drawn: list[DrawnToken]) -> None:
         """Tell what a step drew; the requests that ended with it are told so after their last token."""
         by_router: dict[bytes, list[DrawnToken]] = defaultdict(list)
@@ -55,7 +59,7 @@ class Answers:
             self._send(origin, _tokens(entries))
             for entry in entries:
                 if entry.finish is not None:
-                    self._send(origin, _finished(entry.request, entry.finish))
+                    self.finished(entry.request, entry.finish)
 
     def unreachable(self) -> list[bytes]:
         """Return, and forget, the connections to routers that something could not be sent to."""

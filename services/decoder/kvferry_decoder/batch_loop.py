@@ -4,10 +4,12 @@ import asyncio
 import functools
 from collections.abc import Callable
 
+from kvferry_engine.grammar import GrammarError, Masker
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_node.logs import get_logger
 from kvferry_proto.timeline import now
+from kvferry_proto.to_router import TokenLogprobs
 
 from kvferry_decoder import step
 from kvferry_decoder.answers import DrawnToken
@@ -27,14 +29,18 @@ class BatchLoop:
         admit: Callable[[], None],
         on_drawn: Callable[[list[DrawnToken]], None],
         on_broken: Callable[[Request, str], None],
+        on_refused: Callable[[Request, str], None],
     ) -> None:
-        """`admit` is called before each step; `on_broken` says which request failed in it, and why."""
+        """`admit` is called before each step; `on_broken` says which request failed in it, and why, and `on_refused`
+        whose grammar took too much."""
         self._worker = worker
         self._scheduler = scheduler
         self._metrics = metrics
         self._admit = admit
         self._on_drawn = on_drawn
         self._on_broken = on_broken
+        self._on_refused = on_refused
+        self._masker = Masker(worker.config.vocab_size)
         self._work = asyncio.Event()
 
     def wake(self) -> None:
@@ -52,11 +58,16 @@ class BatchLoop:
                 continue
             await self._step(slices)
 
+    def close(self) -> None:
+        """End the thread that computes masks."""
+        self._masker.close()
+
     async def _step(self, slices: list[StepSlice]) -> None:
         inputs = step.plan(slices)
+        masks = self._masker.begin(inputs.matchers)
         began = now()
         try:
-            drawn = await self._worker.compute(functools.partial(step.run, self._worker, inputs))
+            drawn = await self._worker.compute(functools.partial(step.run, self._worker, inputs, masks))
         except Exception as error:  # noqa: BLE001  # whatever breaks a step fails its requests, not the decoder
             get_logger().exception("a decode step failed", exc_info=error)
             self._scheduler.give_up_step(slices)
@@ -73,13 +84,21 @@ class BatchLoop:
     def _hand_out(self, draws: list[Request], drawn: step.Drawn) -> None:
         told = []
         for request, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
-            if request.state is not State.RUNNING:
-                continue
+            if request.state is State.RUNNING and (entry := self._take(request, token, logprobs)) is not None:
+                told.append(entry)
+        self._metrics.tokens.labels("drawn").inc(len(told))
+        self._on_drawn(told)
+
+    def _take(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> DrawnToken | None:
+        """Add a token to its request; None if the request failed by it."""
+        try:
+            request.drawing.check()
             if token < 0:
                 self._scheduler.doubt(request)
                 self._on_broken(request, "the model's logits are not numbers")
-                continue
+                return None
             request.timeline.first_token = request.timeline.first_token or now()
-            told.append(DrawnToken(request, token, logprobs, request.append(token, self._worker.max_context)))
-        self._metrics.tokens.labels("drawn").inc(len(told))
-        self._on_drawn(told)
+            return DrawnToken(request, token, logprobs, request.append(token, self._worker.max_context))
+        except GrammarError as error:
+            self._on_refused(request, str(error))
+            return None

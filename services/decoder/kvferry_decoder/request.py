@@ -1,8 +1,8 @@
 """A request on the decoder: its tokens, its pages, its state.
 
-          Assign
-            │
-         WAITING ◀──────────────┐ preempted: pages given up, KV to be computed again here
+          Assign ─▶ COMPILING     the grammar of the answer, if it has one
+            │           │
+         WAITING ◀──────┴───────┐ preempted: pages given up, KV to be computed again here
       pages │ reserved          │
     ┌───────┴────────┐          │
 RECEIVING ─────────▶ RUNNING ───┘
@@ -29,6 +29,7 @@ from kvferry_decoder.drawing import Drawing
 class State(enum.Enum):
     """Where a request is."""
 
+    COMPILING = enum.auto()
     WAITING = enum.auto()
     RECEIVING = enum.auto()
     RUNNING = enum.auto()
@@ -39,6 +40,8 @@ class State(enum.Enum):
 
 _ENDS = frozenset({State.CANCELLED, State.FAILED})
 MOVES = {
+    # The answer so far, another decoder's, may turn out to be whole.
+    State.COMPILING: frozenset({State.WAITING, State.FINISHED}) | _ENDS,
     State.WAITING: frozenset({State.RECEIVING, State.RUNNING}) | _ENDS,
     State.RECEIVING: frozenset({State.RUNNING}) | _ENDS,
     State.RUNNING: frozenset({State.WAITING, State.FINISHED}) | _ENDS,
@@ -100,6 +103,7 @@ class Request:
             order=order,
             drawing=Drawing(assign.sampling, assign.tokens[:prompt], assign.tokens[prompt:]),
             cache_salt=assign.cache_salt,
+            machine=StateMachine(State.WAITING if assign.grammar is None else State.COMPILING, MOVES),
         )
 
     @property
@@ -122,10 +126,10 @@ class Request:
         return self.drawing.row(len(self.tokens))
 
     def append(self, token: int, max_context: int) -> FinishReason | None:
-        """Add a drawn token; return why the answer ends with it, or None."""
+        """Add a drawn token; return why the answer ends with it, or None. Raises GrammarError if that forbids it."""
         self.tokens.append(token)
         self.drawing.add(token)
-        if token in self.stop_token_ids and not self.sampling.ignore_eos:
+        if self.drawing.complete or (token in self.stop_token_ids and not self.sampling.ignore_eos):
             return FinishReason.STOP
         if self.generated >= self.sampling.max_tokens or len(self.tokens) >= max_context:
             return FinishReason.LENGTH

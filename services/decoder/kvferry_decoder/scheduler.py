@@ -237,6 +237,8 @@ class Scheduler:
 
     def _remove(self, request: Request) -> None:
         match request.state:
+            case State.COMPILING:
+                pass  # not added yet
             case State.WAITING:
                 self.waiting.remove(request)
             case State.RECEIVING:

@@ -6,8 +6,10 @@ token budget per step. All bookkeeping runs in the event loop's thread; a step c
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+from kvferry_engine.grammar import GrammarCompiler
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_node.channels import Origin, Post
@@ -17,10 +19,12 @@ from kvferry_proto.message import Refused
 from kvferry_proto.nodes import Load, NodeRef
 from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import Assign, Cancel, CancelConfirmed, PrefillFailed, PrefillReport
+from kvferry_proto.usage import FinishReason
 
 from kvferry_decoder.answers import Answers, DrawnToken
 from kvferry_decoder.assignment import why_not
 from kvferry_decoder.batch_loop import BatchLoop
+from kvferry_decoder.grammar_desk import GrammarDesk
 from kvferry_decoder.intake import Incoming, Intake
 from kvferry_decoder.receiver import Receiver
 from kvferry_decoder.request import Request, State
@@ -58,7 +62,18 @@ class DecoderService:
         self._arrivals = 0
         self._admitted: list[str] = []
         self._loop = BatchLoop(
-            worker, self.scheduler, metrics, admit=self._admit, on_drawn=self._on_drawn, on_broken=self._on_broken
+            worker,
+            self.scheduler,
+            metrics,
+            admit=self._admit,
+            on_drawn=self._on_drawn,
+            on_broken=self._on_broken,
+            on_refused=self._on_refused,
+        )
+        self._grammars = GrammarDesk(
+            GrammarCompiler(Path(worker.settings.model), worker.config.vocab_size),
+            on_ready=self._on_compiled,
+            on_refused=self._on_refused,
         )
         self._verifier = Verifier(worker, metrics, on_equal=self._join, on_different=self._on_different)
         self.draining = False
@@ -128,13 +143,19 @@ class DecoderService:
             return
         self._requests[request.id] = request
         self._admitted.append(request.id)
-        self.scheduler.add(request)
+        if message.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self._grammars.begin(request, message.grammar)
 
     def _why_not(self, message: Assign) -> RequestError | None:
         if message.request_id in self._requests:
             return self._error(ErrorCode.BAD_REQUEST, f"request id {message.request_id} is in use here", Phase.ASSIGN)
         if self.draining:
             return self._error(ErrorCode.DRAINING, "this decoder is shutting down", Phase.ASSIGN)
+        if message.grammar is not None and self._grammars.full:
+            text = "this decoder compiles as many grammars as it may"
+            return self._error(ErrorCode.OVERLOADED, text, Phase.ASSIGN)
         return why_not(message, self._worker, self.scheduler, self._ref.id)
 
     def _error(self, code: ErrorCode, text: str, phase: Phase) -> RequestError:
@@ -170,6 +191,22 @@ class DecoderService:
 
     def _on_broken(self, request: Request, why: str) -> None:
         self._fail(request, self._error(ErrorCode.INTERNAL, why, Phase.DECODE))
+
+    def _on_refused(self, request: Request, why: str) -> None:
+        self._fail(
+            request, self._error(ErrorCode.BAD_REQUEST, f"the answer can't be held to its grammar: {why}", Phase.ASSIGN)
+        )
+
+    def _on_compiled(self, request: Request) -> None:
+        if request.drawing.complete:
+            # What another decoder had answered is the whole answer.
+            self._answers.accepted(request)
+            self._end(request, State.FINISHED, "finished")
+            self._answers.finished(request, FinishReason.STOP)
+            return
+        request.machine.move(State.WAITING)
+        self.scheduler.add(request)
+        self._loop.wake()
 
     # --- into the batch, and out of it -----------------------------------------------------------------------
 
@@ -293,5 +330,7 @@ class DecoderService:
     def close(self) -> None:
         """Stop listening to the fabric and close the channels; memory keys go with the fabric."""
         self._verifier.close()
+        self._grammars.close()
+        self._loop.close()
         self._worker.fabric.detach()
         self._post.close()

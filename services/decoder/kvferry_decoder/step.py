@@ -1,8 +1,10 @@
 """One decode step: forward pass and sampling, in the forward thread."""
 
+from concurrent.futures import Future
 from typing import NamedTuple
 
 from kvferry_engine.batch import SequenceSlice
+from kvferry_engine.grammar import Matcher, TokenMasks
 from kvferry_engine.sampler import Sampled, SamplingBatch, SamplingRow, sample
 from kvferry_engine.worker import Worker
 from kvferry_proto.to_router import TokenLogprobs
@@ -26,19 +28,26 @@ class StepPlan(NamedTuple):
 
     slices: list[SequenceSlice]
     rows: list[SamplingRow]
+    matchers: list[tuple[int, Matcher]]
+    """Rows that have a grammar, and their places in it. Nobody else touches those before the step returns."""
 
 
 def plan(slices: list[StepSlice]) -> StepPlan:
     """Gather the inputs, in the event loop's thread."""
-    return StepPlan([_sequence(piece) for piece in slices], [piece.request.row() for piece in slices if piece.draws])
+    drawing = [piece.request for piece in slices if piece.draws]
+    return StepPlan(
+        [_sequence(piece) for piece in slices],
+        [request.row() for request in drawing],
+        [(row, request.drawing.matcher) for row, request in enumerate(drawing) if request.drawing.matcher is not None],
+    )
 
 
-def run(worker: Worker, inputs: StepPlan) -> Drawn:
-    """Compute the step, in the forward thread."""
+def run(worker: Worker, inputs: StepPlan, masks: "Future[TokenMasks] | None" = None) -> Drawn:
+    """Compute the step, in the forward thread; `masks` are computed meanwhile."""
     logits = worker.forward(inputs.slices)
     if logits is None:
         return Drawn([], [])
-    sampled = sample(logits, SamplingBatch.build(inputs.rows))
+    sampled = sample(logits, SamplingBatch.build(inputs.rows), None if masks is None else masks.result())
     return Drawn(sampled.tokens.tolist(), _on_wire(sampled))
 
 

@@ -90,6 +90,7 @@ class Attempt:
             prefiller=self.prefiller.peer if self.prefiller is not None else None,
             answered=len(answered),
             cache_salt=job.cache_salt,
+            grammar=job.grammar,
         )
 
     def _page_table(self, tokens: Int32s) -> Int32s:

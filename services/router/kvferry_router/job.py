@@ -1,6 +1,7 @@
 """What the dispatcher takes, and what it gives back."""
 
 import msgspec
+from kvferry_proto.grammar import Grammar
 from kvferry_proto.ints import Int32s
 from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.timeline import Timeline
@@ -17,6 +18,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     stop: list[str] = []
     cache_salt: str = ""
     """Keeps cached KV apart."""
+    grammar: Grammar | None = None
     received: int
     """When the router got the request, in ns of `timeline.now`."""
 

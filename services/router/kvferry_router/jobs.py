@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from kvferry_proto.errors import ErrorCode
+from kvferry_proto.grammar import Grammar
 from kvferry_proto.ints import Int32s
 from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.to_router import ChatMessage
@@ -12,6 +13,7 @@ from kvferry_router.chat_template import ChatTemplateError
 from kvferry_router.job import Job
 from kvferry_router.limits import Limits
 from kvferry_router.model_folder import ModelText
+from kvferry_router.openai_grammar import grammar_of
 from kvferry_router.openai_parse import stops
 from kvferry_router.openai_sampling import check_biases, sampling_of
 from kvferry_router.openai_types import ChatRequest, Common, CompletionRequest, Turn
@@ -83,12 +85,21 @@ class JobMaker:
         return Int32s(ids)
 
     def make(
-        self, tokens: Int32s, sampling: SamplingParams, stop: list[str], received: int, cache_salt: str = ""
+        self,
+        tokens: Int32s,
+        sampling: SamplingParams,
+        stop: list[str],
+        received: int,
+        *,
+        cache_salt: str = "",
+        grammar: Grammar | None = None,
     ) -> Job:
         """Make a job of sampling settings that are complete."""
         self._limits.answer_tokens(len(tokens), sampling.max_tokens, sampling.max_tokens)
         check_biases((token for token, _ in sampling.logit_bias), self._text.tokenizer.vocabulary)
-        return Job(tokens=tokens, sampling=sampling, stop=stop, cache_salt=cache_salt, received=received)
+        return Job(
+            tokens=tokens, sampling=sampling, stop=stop, grammar=grammar, cache_salt=cache_salt, received=received
+        )
 
     def _job(
         self, request: Common, tokens: Int32s, received: int, *, logprobs: int, asked: int | None, default: int
@@ -99,8 +110,14 @@ class JobMaker:
             logprobs=logprobs,
             vocabulary=self._text.tokenizer.vocabulary,
         )
-        salt = request.cache_salt or ""
-        return Job(tokens=tokens, sampling=sampling, stop=stops(request), cache_salt=salt, received=received)
+        return Job(
+            tokens=tokens,
+            sampling=sampling,
+            stop=stops(request),
+            grammar=grammar_of(request),
+            cache_salt=request.cache_salt or "",
+            received=received,
+        )
 
     async def _prompts(self, prompt: str | list[str | int | list[int]]) -> list[Int32s]:
         match prompt:

@@ -4,7 +4,7 @@ Fields of these structs are supported. `UNSUPPORTED` names fields that would cha
 but the values listed there is refused. All other fields (user, metadata, store, ...) are ignored.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from kvferry_proto.message import CacheSalt
@@ -21,6 +21,32 @@ class StreamOptions(msgspec.Struct, frozen=True):
     """How to stream."""
 
     include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, frozen=True):
+    """A named schema. Whatever `strict` says, the answer follows it."""
+
+    schema: dict[str, Any]
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True):
+    """What the answer must look like, in OpenAI's words."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True):
+    """What the answer must look like, in vLLM's words: one of these."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +70,13 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    """Extension, as the guided_ fields are: other servers' names for the same."""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     ignore_eos: bool | None = None
     """Extension."""
     cache_salt: CacheSalt | None = None
@@ -96,7 +129,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": _ONE,
     "echo": _OFF,
     "suffix": (None, ""),
-    "response_format": (None, {"type": "text"}),
     "tools": _EMPTY_LIST,
     "tool_choice": (None, "none", "auto"),
     "functions": _EMPTY_LIST,
@@ -112,11 +144,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": _EMPTY_LIST,
     "bad_words": _EMPTY_LIST,
     "prompt_logprobs": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "structured_outputs": _NOTHING,
     "truncate_prompt_tokens": _NOTHING,
     "skip_special_tokens": (None, True),
     "include_stop_str_in_output": _OFF,

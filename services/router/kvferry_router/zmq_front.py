@@ -138,8 +138,14 @@ class ZmqFront:
 
     async def _job(self, message: Generate, received: int) -> Job:
         self._jobs.check_model(message.model)
-        tokens = await self._tokens(message)
-        return self._jobs.make(tokens, message.sampling, message.stop, received, message.cache_salt)
+        return self._jobs.make(
+            await self._tokens(message),
+            message.sampling,
+            message.stop,
+            received,
+            cache_salt=message.cache_salt,
+            grammar=message.grammar,
+        )
 
     async def _tokens(self, message: Generate) -> Int32s:
         given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]

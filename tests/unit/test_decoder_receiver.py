@@ -126,3 +126,14 @@ def test_two_prefillers_lost_one_after_the_other(receiver, allocator, fabric):
     receiver.abandon(second, second_pages)
     receiver.revoke([second])
     assert (allocator.quarantined_pages, receiver.slots.held, len(fabric.regions)) == (0, 0, 2)
+
+
+def test_two_keys_that_one_loss_closes(receiver, allocator, fabric):
+    first, shared = receiver.expect("a", ALICE, 8), receiver.expect("b", BOB, 8)
+    receiver.abandon(first, allocator.allocate(2))
+    receiver.revoke([first])  # its key stays: BOB, who is well, knows it too
+    later = receiver.expect("c", BOB, 8)
+    for transfer in (shared, later):
+        receiver.abandon(transfer, allocator.allocate(2))
+    receiver.revoke([shared, later])
+    assert (allocator.free_pages, receiver.slots.held, len(fabric.regions)) == (16, 0, 2)

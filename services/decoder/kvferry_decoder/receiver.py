@@ -163,7 +163,8 @@ class Receiver:
             self._close_revoked()
 
     def _close_revoked(self) -> None:
-        for key in [key for key in self._revoked if all(transfer.lost for transfer in key.transfers)]:
+        # One at a time: releasing the transfers of a key comes back here, and may close the others.
+        while key := next((key for key in self._revoked if all(one.lost for one in key.transfers)), None):
             self._revoked.remove(key)
             for region in key.regions:
                 region.close()

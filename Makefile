@@ -7,11 +7,13 @@
 # make bench-peers      the fabric beside NIXL and Mooncake on the same pages; ARGS="--systems ours-tcp,nixl-tcp --sizes 65536"
 # make bench-engine     the engine against the machine's limits and the reference: JSON lines; ARGS="--decode 1,8"
 # make bench-mixed      prefill and decode on nodes of their own, against both on every node; plot in build/bench_mixed.png
+# make soak             transfers under kills, cuts and cancels; SECONDS=600, ARGS="--provider net --seed 7"
+# make fuzz             random schedules against the fabric's checks, under sanitizers; SECONDS=600
 # make clean            remove what was built; the environment too with `make distclean`
 #
 # TORCH="torch==2.13.0" chooses another build of PyTorch, PYTHON=python3.12 another interpreter.
 
-.PHONY: help serve test oracle check bench bench-fabric bench-peers bench-engine bench-mixed setup setup-serve clean distclean
+.PHONY: soak fuzz help serve test oracle check bench bench-fabric bench-peers bench-engine bench-mixed setup setup-serve clean distclean
 .DEFAULT_GOAL := help
 
 BIN := .venv/bin
@@ -19,6 +21,7 @@ ONESHOT ?=
 ARGS ?=
 PYTEST ?=
 WORKERS ?= 2
+SECONDS ?= 600
 export TORCH PYTHON
 
 help:
@@ -60,6 +63,12 @@ bench-engine: setup
 bench-mixed: setup
 	@$(BIN)/python -m pip install --quiet --no-build-isolation -e ".[bench]"
 	@$(BIN)/python bench/bench_mixed.py --plot build/bench_mixed.png $(ARGS)
+
+soak: setup
+	@$(BIN)/python tests/support/fabric_soak.py --seconds $(SECONDS) $(ARGS)
+
+fuzz: setup
+	@bash scripts/fuzz.sh $(SECONDS)
 
 clean:
 	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c engine/kvferry_engine/_few_rows.c

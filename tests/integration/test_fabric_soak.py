@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import fabric_rig as rig
+import fabric_soak
 import numpy as np
 import pytest
 from kvferry_fabric import EventKind, TransferEngine
@@ -106,6 +107,17 @@ def test_closing_in_the_middle_of_transfers_leaves_nothing(provider) -> None:
         pair.counter.bump()
         pair.close()
         pair.close()
+    assert held_by_process() == before
+
+
+def test_a_short_soak_with_kills_cuts_and_cancels() -> None:
+    """What `make soak` runs for ten minutes."""
+    before = held_by_process()
+    sums = fabric_soak.soak("tcp", seconds=6, seed=5, say=lambda _: None)
+    assert sums["done"] > 0
+    assert sums["verified_bytes"] > 0
+    assert sums["cancelled"] + sums["failed"] > 0
+    assert sums.get("receivers_killed", 0) + sums.get("cuts", 0) + sums.get("senders_killed", 0) > 0
     assert held_by_process() == before
 
 

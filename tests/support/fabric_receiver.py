@@ -1,7 +1,8 @@
 """A receiver in a process of its own: registers memory, prints its descriptor as JSON, then obeys lines on stdin.
 
-Commands: `expect SLOT GENERATION PAGES`, `wait SECONDS` (answers with the kinds of the events that came),
-`hash` (XXH3 of its memory), `stats`, `quit`. Every command is answered by one line of JSON.
+Commands, each answered by one line of JSON: `expect SLOT GENERATION PAGES`, `disarm SLOT GENERATION`, `wait SECONDS`
+(the kinds of the events that came), `hash` (XXH3 of its memory), `pages SLOT COUNT PAGE_BYTES PAGE...` (XXH3 of the
+named pages, once so many have come for the slot), `stats`, `quit`.
 """
 
 import json
@@ -28,11 +29,25 @@ def wait(engine: TransferEngine, seconds: float) -> list[str]:
     return []
 
 
+def pages(engine: TransferEngine, memory: np.ndarray, words: list[int]) -> str:
+    """XXH3 of pages, once a slot has counted them."""
+    slot, count, size, *named = words
+    end = time.monotonic() + 20
+    while engine.arrived(slot) < count and time.monotonic() < end:
+        time.sleep(0.0005)
+    found = memory.reshape(-1, size)[named] if engine.arrived(slot) == count else memory[:0]
+    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(found))
+
+
 def obey(engine: TransferEngine, memory: np.ndarray, line: list[str]) -> object:
     """Carry out one command and return its answer."""
     if line[0] == "expect":
         engine.expect(int(line[1]), int(line[2]), int(line[3]))
         return "armed"
+    if line[0] == "disarm":
+        return engine.disarm(int(line[1]), int(line[2]))
+    if line[0] == "pages":
+        return pages(engine, memory, [int(word) for word in line[1:]])
     if line[0] == "wait":
         return wait(engine, float(line[1]))
     if line[0] == "hash":

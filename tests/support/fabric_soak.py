@@ -1,0 +1,250 @@
+"""Transfers for a while, with receivers and senders killed, stopped and cancelled at random: `make soak`.
+
+One engine in this process sends to receivers in processes of their own, and is itself written to by other processes.
+Every transfer must end: done, cancelled, or failed with a reason; every byte of those that are done is verified at the
+receiver; at the end nothing is held. Prints one line of JSON for whatever is done to a process, and a last one with the
+sums; raises AssertionError if something does not hold. The test suite runs the same for a few seconds.
+"""
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import fabric_rig as rig
+import msgspec
+import numpy as np
+import xxhash
+from kvferry_fabric import ChunkSchedule, Event, EventKind, TransferEngine, runs
+from kvferry_proto.memory import MemoryDescriptor
+
+HELD = ("armed_slots", "active_transfers", "held_transfers", "in_flight_writes", "regions", "peers", "counters")
+SLOTS, SLOT_PAGES, PAGE = 4, 64, 16384
+GENERATIONS = 1024
+
+
+@dataclass
+class Job:
+    """A transfer under way."""
+
+    receiver: "rig.Receiver"
+    slot: int
+    generation: int
+    source: np.ndarray
+    target: np.ndarray
+
+
+class Soak:
+    """The sender, its receivers, and what has happened so far."""
+
+    def __init__(self, provider: str, seed: int, say: Callable[[dict[str, Any]], None]) -> None:
+        self.provider, self.say = provider, say
+        self.random = random.Random(seed)
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.verified_bytes = 0
+        self.pages = SLOTS * SLOT_PAGES
+        self.memory = np.random.default_rng(seed).integers(0, 256, (self.pages, PAGE), dtype=np.uint8)
+        self.engine = TransferEngine(provider, incarnation=1, bind=rig.BIND)
+        self.region = self.engine.register(memoryview(self.memory).cast("B"))
+        self.victim = np.zeros(1 << 22, np.uint8)
+        self.open_to_writers = self.engine.register(memoryview(self.victim))
+        self.receivers = [self._receiver() for _ in range(2)]
+        self.generation = 0
+        self.live: dict[int, Job] = {}
+        self.killed: set[rig.Receiver] = set()
+
+    def _receiver(self) -> "rig.Receiver":
+        return rig.Receiver(self.provider, self.pages * PAGE)
+
+    def start(self, receiver: "rig.Receiver | None" = None) -> None:
+        """One transfer to a slot that is at rest; a page of a slot belongs to it alone. Some are called off at once."""
+        receiver = receiver or self.random.choice(self.receivers)
+        taken = {job.slot for job in self.live.values() if job.receiver is receiver}
+        slots = [slot for slot in range(SLOTS) if slot not in taken]
+        if not slots:
+            return
+        slot, count = self.random.choice(slots), self.random.randint(1, SLOT_PAGES)
+        self.generation = (self.generation + 1) % GENERATIONS
+        source = np.array(self.random.sample(range(self.pages), count))
+        target = slot * SLOT_PAGES + np.array(self.random.sample(range(SLOT_PAGES), count))
+        assert receiver.ask(f"expect {slot} {self.generation} {count}") == "armed"
+        with self.engine.connect(receiver.descriptor.addresses) as peer:
+            transfer = self.engine.schedule_layers(
+                ChunkSchedule(
+                    counter=None, first_value=0, layers=1, region=self.region, peer=peer, remote=receiver.descriptor,
+                    slot=slot, generation=self.generation, source_layer_stride=0, destination_layer_stride=0,
+                    source_page_stride=PAGE, destination_page_stride=PAGE, length=PAGE, runs=runs(source, target),
+                )
+            )  # fmt: skip
+        self.live[transfer] = Job(receiver, slot, self.generation, source, target)
+        self.counts["started"] += 1
+        if self.random.random() < 0.2:
+            self.engine.cancel(transfer)
+
+    def look(self) -> None:
+        """Take the ends of transfers."""
+        for event in self.engine.poll():
+            self.end(event, self.live.pop(event.transfer))
+
+    def end(self, event: Event, job: Job) -> None:
+        """Verify what is said to be done; what has failed must have a reason."""
+        self.counts[event.kind.name.lower()] += 1
+        if event.kind is EventKind.FAILED:
+            assert event.text, event
+            assert event.peer == job.receiver.descriptor.addresses[0], event
+            assert job.receiver in self.killed or "could not be posted" in event.text, event
+            self.reasons[event.text.split(":")[0][:60]] += 1
+        if job.receiver in self.killed:
+            return
+        if event.kind is EventKind.DONE:
+            pages = " ".join(map(str, job.target))
+            want = xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.memory[job.source]))
+            assert job.receiver.ask(f"pages {job.slot} {job.target.size} {PAGE} {pages}") == want, event
+            self.verified_bytes += job.target.size * PAGE
+        assert job.receiver.ask(f"disarm {job.slot} {job.generation}") is True
+
+    def cancel(self) -> None:
+        """Call one transfer off."""
+        if self.live:
+            self.engine.cancel(self.random.choice(list(self.live)))
+
+    def refuse(self) -> None:
+        """The provider refuses one of the next writes."""
+        self.engine.fault("fail", self.random.randint(1, 50))
+
+    def kill_receiver(self) -> None:
+        """kill -9 in the middle of a transfer; another takes its place."""
+        index = self.random.randrange(len(self.receivers))
+        doomed = self.receivers[index]
+        for _ in range(SLOTS):
+            self.start(doomed)
+        self.killed.add(doomed)
+        doomed.kill()
+        doomed.close()
+        rig.until(lambda: self.none_left(doomed), "the transfers of a killed receiver")
+        self.receivers[index] = self._receiver()
+        self.say({"killed": "receiver"})
+        self.counts["receivers_killed"] += 1
+
+    def none_left(self, receiver: "rig.Receiver") -> bool:
+        """Whether its transfers have all ended."""
+        self.look()
+        return not any(job.receiver is receiver for job in self.live.values())
+
+    def cut(self) -> None:
+        """A receiver takes nothing for a moment: its link is cut, for all that the sender can tell."""
+        stopped, *others = self.random.sample(self.receivers, len(self.receivers))
+        process = stopped.process
+        self.start(stopped)
+        rig.stop(process)
+        self.start(others[0])
+        time.sleep(self.random.uniform(0, 0.1))
+        process.send_signal(signal.SIGCONT)
+        self.say({"cut": "receiver"})
+        self.counts["cuts"] += 1
+
+    def kill_sender(self) -> None:
+        """kill -9 of a process that writes into this one's memory."""
+        descriptor = json.dumps(msgspec.to_builtins(self.open_to_writers.descriptor))
+        command = [sys.executable, __file__, "--write-to", descriptor]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "writing\n"
+            writer.kill()
+        self.say({"killed": "sender"})
+        self.counts["senders_killed"] += 1
+
+    def step(self, since_chaos: float) -> bool:
+        """Go on a little; now and then something is done to a process. Returns whether something was."""
+        for _ in range(self.random.randint(1, 4)):
+            self.start()
+        if self.random.random() < 0.3:
+            self.cancel()
+        if self.random.random() < 0.1:
+            self.refuse()
+        self.look()
+        if since_chaos < 0.5:
+            return False
+        self.random.choice([self.kill_receiver, self.kill_receiver, self.cut, self.cut, self.kill_sender])()
+        return True
+
+    def finish(self) -> dict[str, Any]:
+        """Cancel what is left, and see that nothing is held. Returns the sums."""
+        self.engine.fault("fail", 0)
+        for transfer in self.live:
+            self.engine.cancel(transfer)
+        rig.until(lambda: all(self.none_left(one) for one in self.receivers), "the last transfers")
+        for receiver in self.receivers:
+            stats = receiver.ask("stats")
+            assert (stats["armed_slots"], stats["active_transfers"]) == (0, 0), stats
+        self.region.close()
+        self.open_to_writers.close()
+        stats = self.engine.stats()._asdict()
+        assert not any(stats[name] for name in HELD), stats
+        ends = sum(self.counts[kind.name.lower()] for kind in rig.ENDS)
+        assert ends == self.counts["started"], self.counts
+        return {"bench": "soak", "provider": self.provider, **self.counts, "verified_bytes": self.verified_bytes,
+                "reasons": dict(self.reasons)}  # fmt: skip
+
+    def close(self) -> None:
+        """End every process."""
+        for receiver in self.receivers:
+            receiver.close()
+        self.engine.close()
+
+
+def soak(provider: str, seconds: float, seed: int, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Run for so many seconds. Returns the sums; raises AssertionError if something does not hold."""
+    run = Soak(provider, seed, say)
+    try:
+        end, chaos = time.monotonic() + seconds, time.monotonic()
+        while time.monotonic() < end:
+            if run.step(time.monotonic() - chaos):
+                chaos = time.monotonic()
+        return run.finish()
+    finally:
+        run.close()
+
+
+def write_until_killed(remote: MemoryDescriptor) -> None:
+    """The other process of kill_sender()."""
+    with TransferEngine(remote.provider, incarnation=3, bind=rig.BIND) as engine:
+        region = engine.register(memoryview(bytearray(remote.length)))
+        peer, told = engine.connect(remote.addresses), False
+        while True:
+            engine.write(peer=peer, region=region, source_offset=0, remote=remote, destination_offset=0,
+                         length=remote.length, slot=1, generation=1)  # fmt: skip
+            rig.end_of(engine)
+            if not told:
+                print("writing", flush=True)  # noqa: T201 - the protocol
+                told = True
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--provider", default="tcp")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--write-to", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.write_to:
+        write_until_killed(msgspec.json.decode(options.write_to, type=MemoryDescriptor))
+    started = time.monotonic()
+
+    def say(line: dict[str, Any]) -> None:
+        print(json.dumps({"second": round(time.monotonic() - started, 1), **line}), flush=True)  # noqa: T201 - what it is for
+
+    say({"seed": options.seed})
+    say(soak(options.provider, options.seconds, options.seed, say))
+
+
+if __name__ == "__main__":
+    main()

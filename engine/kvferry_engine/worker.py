@@ -97,7 +97,7 @@ class Worker:
 
     def register(self) -> list[MemoryRegion]:
         """Register every rank's KV pool, each under a new key; whoever asked closes them, or the fabric at its end."""
-        return [self.fabric.register(pool.buffer) for pool in self.pools]
+        return [self.fabric.register(pool.shared) for pool in self.pools]
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run `work` in the forward thread, one at a time, while the event loop goes on.

@@ -204,7 +204,7 @@ class WorkerNode(ABC):
             endpoint=endpoint,
             model=self.settings.model_name,
             layout=worker.layout,
-            provider=worker.fabric.provider,
+            provider=worker.fabric.pairing,
             total_pages=worker.pool.pages,
             max_context=worker.max_context,
             max_waiting=self.settings.max_waiting,

@@ -32,7 +32,8 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
         False
     )
     provider: Annotated[
-        Literal["auto", "efa", "verbs", "tcp", "net", "shm"], help_text("libfabric provider that carries KV pages.")
+        Literal["auto", "efa", "verbs", "tcp", "net", "shm", "local"],
+        help_text("What carries KV pages: a libfabric provider; local, shared memory on one host; auto, the best."),
     ] = "auto"
     fabric_host: Annotated[
         str,

@@ -1,9 +1,20 @@
 /* Which pages the next write of a transfer carries: neighbours as one piece, scattered ones as pieces of one write. */
-#include "internal.h"
+#include "local.h"
+
+/* Within this host a write is copied in one go: a piece at most, so that the others wait no longer than for that. */
+static uint64_t most_bytes(const kf_engine *engine, const kf_transfer *t) {
+  uint64_t most = engine->options.max_write_bytes;
+  return t->by_link && most > KF_PIECE ? KF_PIECE : most;
+}
+
+/* Copying takes as many as there is room for, whatever the domains take. */
+static uint32_t most_parts(const kf_engine *engine, const kf_transfer *t) {
+  return t->by_link && !engine->options.gather ? KF_GATHER_MAX : engine->gather;
+}
 
 static uint32_t pages_at_once(const kf_engine *engine, const kf_transfer *t, const kf_batch *b) {
   if (!t->whole_pages) return 1;
-  uint64_t by_bytes = engine->options.max_write_bytes / t->plan.length;
+  uint64_t by_bytes = most_bytes(engine, t) / t->plan.length;
   uint64_t left = (uint64_t)(t->runs[b->run].count - b->page);
   uint64_t by_count = KF_MAX_PAGES_PER_WRITE - b->pages;
   uint64_t n = left < by_bytes ? left : by_bytes;
@@ -13,7 +24,7 @@ static uint32_t pages_at_once(const kf_engine *engine, const kf_transfer *t, con
 
 static void add_part(const kf_transfer *t, const kf_path *path, uint32_t layer, kf_batch *b, uint32_t pages) {
   const kf_schedule *p = &t->plan;
-  const kf_key *key = &p->remote.keys[path->remote];
+  const kf_key none = {0, 0}, *key = path ? &p->remote.keys[path->remote] : &none;
   const kf_run *run = &t->runs[b->run];
   uint64_t source = p->source_start + layer * p->source_layer_stride + p->source_offset +
                     (uint64_t)(run->source + b->page) * p->source_page_stride;
@@ -21,7 +32,7 @@ static void add_part(const kf_transfer *t, const kf_path *path, uint32_t layer, 
                     (uint64_t)(run->destination + b->page) * p->destination_page_stride;
   uint64_t bytes = pages * p->length;
   b->local[b->parts] = (struct iovec){(char *)p->region->start + source, bytes};
-  b->descriptors[b->parts] = p->region->descriptors[path->domain->index];
+  b->descriptors[b->parts] = path ? p->region->descriptors[path->domain->index] : NULL;
   b->remote[b->parts] = (struct fi_rma_iov){key->base + target, bytes, key->key};
   b->parts++;
   b->pages += pages;
@@ -33,15 +44,16 @@ static void add_part(const kf_transfer *t, const kf_path *path, uint32_t layer, 
   }
 }
 
-/* As many scattered pages as the provider takes in one operation: below some tens of KiB operations are the limit. */
+/* As many scattered pages as the provider takes in one operation: below some tens of KiB operations are the limit.
+ * Without a path, for a peer on this host, what is to be written at are offsets into its region. */
 void kf_batch_fill(const kf_engine *engine, const kf_transfer *t, const kf_path *path, kf_batch *b) {
   b->parts = b->pages = 0;
   b->bytes = 0;
   b->run = t->run;
   b->page = t->page;
-  while (b->parts < engine->gather && b->run < t->plan.run_count && b->pages < KF_MAX_PAGES_PER_WRITE) {
+  while (b->parts < most_parts(engine, t) && b->run < t->plan.run_count && b->pages < KF_MAX_PAGES_PER_WRITE) {
     uint32_t pages = pages_at_once(engine, t, b);
-    if (b->parts && b->bytes + pages * t->plan.length > engine->options.max_write_bytes) break;
+    if (b->parts && b->bytes + pages * t->plan.length > most_bytes(engine, t)) break;
     add_part(t, path, t->layer, b, pages);
   }
 }

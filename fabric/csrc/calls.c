@@ -4,11 +4,15 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define NAP_NS 1000000
+#define NAPS 5
+
 static void run_register(kf_engine *engine, kf_command *command) {
   command->result = kf_memory_register(engine, command->subject, command->error);
 }
 
-kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, kf_error *error) {
+kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, int shared_fd, uint64_t shared_offset,
+                       kf_error *error) {
   kf_region *region = calloc(1, sizeof *region);
   if (!region) {
     kf_fail(error, -ENOMEM, "out of memory for a memory region");
@@ -16,6 +20,8 @@ kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, kf_error
   }
   region->start = start;
   region->length = length;
+  region->share_fd = shared_fd;
+  region->share_offset = shared_offset;
   kf_command command = {.run = run_register, .subject = region, .error = error};
   if (kf_command_call(engine, &command) == 0) return region;
   free(region);
@@ -26,24 +32,31 @@ static void run_unregister(kf_engine *engine, kf_command *command) {
   command->result = kf_memory_unregister(engine, command->subject, command->error);
 }
 
+/* A copy under way on this host takes less than a millisecond, unless its process does not run. */
 int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error) {
-  kf_command command = {.run = run_unregister, .subject = region, .error = error};
-  return kf_command_call(engine, &command);
+  const struct timespec nap = {0, NAP_NS};
+  int rc = -EAGAIN;
+  for (int i = 0; rc == -EAGAIN && i < NAPS; i++) {
+    if (i) (void)nanosleep(&nap, NULL);
+    kf_command command = {.run = run_unregister, .subject = region, .error = error};
+    rc = kf_command_call(engine, &command);
+  }
+  return rc;
 }
 
 static void run_connect(kf_engine *engine, kf_command *command) {
-  command->subject = kf_peers_insert(engine, command->addresses, command->count, command->error);
+  command->subject = kf_peers_insert(engine, command->addresses, command->count, command->seat, command->error);
 }
 
 kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains,
-                    kf_error *error) {
+                    const char *seat, kf_error *error) {
   kf_address_bytes copies[KF_MAX_DOMAINS];
   uint32_t count = domains < KF_MAX_DOMAINS ? domains : KF_MAX_DOMAINS; /* too many, too long: refused by peers.c */
   for (uint32_t i = 0; i < count; addresses += lengths[i++]) {
     copies[i].length = lengths[i];
     memcpy(copies[i].bytes, addresses, lengths[i] < KF_ADDRESS_MAX ? lengths[i] : KF_ADDRESS_MAX);
   }
-  kf_command command = {.run = run_connect, .addresses = copies, .count = domains, .error = error};
+  kf_command command = {.run = run_connect, .addresses = copies, .count = domains, .seat = seat, .error = error};
   return kf_command_call(engine, &command) == 0 ? command.subject : NULL;
 }
 

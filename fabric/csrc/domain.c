@@ -81,7 +81,9 @@ void kf_domain_close(kf_domain *d) {
 }
 
 /* All domains are of one provider. */
-bool kf_domains_have_fds(const kf_engine *engine) { return engine->domains[0].wait_fd >= 0; }
+bool kf_domains_have_fds(const kf_engine *engine) {
+  return engine->domain_count == 0 || engine->domains[0].wait_fd >= 0;
+}
 
 int kf_domain_stats(kf_engine *engine, uint32_t index, kf_domain_values *values) {
   if (index >= engine->domain_count) return -EINVAL;

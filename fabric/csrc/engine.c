@@ -43,7 +43,7 @@ static int prepare(kf_engine *e, const kf_options *options) {
   e->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (e->wake_fd < 0) return -errno;
   e->write_count = options->window * options->domains;
-  e->writes = calloc(e->write_count, sizeof *e->writes);
+  e->writes = calloc(e->write_count ? e->write_count : 1, sizeof *e->writes);
   if (!e->writes) return -ENOMEM;
   for (uint32_t i = e->write_count; i-- > 0; e->free_writes = &e->writes[i]) e->writes[i].next = e->free_writes;
   return open_locks(e);
@@ -70,6 +70,7 @@ static void free_engine(kf_engine *e) {
   kf_memory_close(e);
   for (uint32_t i = 0; i < e->domain_count; i++) kf_domain_close(&e->domains[i]);
   kf_peers_close(e);
+  kf_local_close(e);
   kf_counters_close(e);
   kf_registry_close(&e->registry);
   kf_slots_close(&e->slots);
@@ -82,8 +83,8 @@ static void free_engine(kf_engine *e) {
 }
 
 kf_engine *kf_open(const kf_options *options, kf_error *error) {
-  if (options->domains == 0 || options->domains > KF_MAX_DOMAINS) {
-    kf_fail(error, -EINVAL, "an engine has 1 to %d domains, not %u", KF_MAX_DOMAINS, options->domains);
+  if ((options->domains == 0 && !options->local) || options->domains > KF_MAX_DOMAINS) {
+    kf_fail(error, -EINVAL, "an engine has 1 to %d domains, or serves its host alone, not %u", KF_MAX_DOMAINS, options->domains);
     return NULL;
   }
   if (options->window == 0 || options->max_write_bytes == 0 || options->window_bytes == 0) {
@@ -159,6 +160,7 @@ void kf_stats(kf_engine *e, kf_stats_values *values) {
                               .writes = atomic_load(&e->total_writes),
                               .pages = atomic_load(&e->total_pages),
                               .bytes = atomic_load(&e->total_bytes),
+                              .local_bytes = atomic_load(&e->local_bytes),
                               .arrivals = atomic_load(&e->slots.counted),
                               .errors = atomic_load(&e->errors),
                               .sleeps = atomic_load(&e->sleeps)};

@@ -111,6 +111,9 @@ uint64_t kf_slots_arrived(kf_slots *slots, uint32_t slot);
 void kf_slots_count(kf_slots *slots, const uint32_t *immediates, uint32_t count, uint64_t now_ns);
 
 /* ---- memory.c, peers.c, counter.c ---- */
+typedef struct kf_local kf_local;
+typedef struct kf_link kf_link;
+
 struct kf_region {
   kf_region *next;
   void *start;
@@ -119,6 +122,9 @@ struct kf_region {
   void *descriptors[KF_MAX_DOMAINS];
   kf_remote remote;
   uint32_t readers; /* transfers that read from it */
+  int share_fd;     /* its memfd, ours once registered; -1: no peer on this host may have it */
+  uint64_t share_offset;
+  bool revoked; /* nobody on this host is granted it any more */
 };
 
 /* The way from one of our domains to one of a peer's. */
@@ -141,6 +147,7 @@ struct kf_peer {
   uint32_t domains;
   uint32_t path_count;
   kf_path *paths; /* [our domains][its domains] */
+  kf_link *link;  /* the way within this host; NULL: none */
   kf_address_bytes addresses[KF_MAX_DOMAINS];
 };
 
@@ -153,13 +160,15 @@ struct kf_counter {
 
 int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error);
 int kf_memory_unregister(kf_engine *engine, kf_region *region, kf_error *error);
-kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, kf_error *error);
+kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat,
+                         kf_error *error);
 int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error);
 void kf_peers_close(kf_engine *engine);
 void kf_path_add(kf_path *path, uint64_t bytes);
 void kf_path_sub(kf_path *path, uint64_t bytes);
 kf_path *kf_paths_choose(const kf_engine *engine, const kf_peer *peer);
 void kf_memory_revoke(kf_engine *engine);
+bool kf_memory_at_rest(kf_engine *engine);
 void kf_memory_close(kf_engine *engine);
 void kf_counters_close(kf_engine *engine);
 
@@ -180,6 +189,7 @@ typedef struct kf_transfer {
   int32_t page;
   uint32_t in_flight;
   uint64_t in_flight_bytes; /* posted, and not known to have landed */
+  bool by_link;             /* to a peer on this host, without a domain */
   kf_path *path;            /* of the last write; it is kept to while `unsealed` */
   uint32_t unsealed;        /* writes posted after the last one whose completion means that it has landed */
   uint64_t unsealed_bytes;
@@ -245,6 +255,10 @@ typedef struct {
 void kf_batch_fill(const kf_engine *engine, const kf_transfer *transfer, const kf_path *path, kf_batch *batch);
 void kf_batch_first(const kf_transfer *transfer, const kf_path *path, kf_batch *batch); /* the first page of the first layer */
 bool kf_post_round(kf_engine *engine);
+void kf_post_account(kf_engine *engine, kf_transfer *transfer, const kf_batch *batch, uint64_t now_ns);
+void kf_post_advance(kf_engine *engine, kf_transfer *transfer, const kf_batch *batch);
+bool kf_post_stalled_too_long(kf_engine *engine, kf_transfer *transfer);
+bool kf_post_held_back(kf_engine *engine, const kf_transfer *transfer);
 bool kf_complete_round(kf_engine *engine);
 bool kf_complete_dead_peers(kf_engine *engine);
 
@@ -268,6 +282,7 @@ typedef struct kf_command {
   void *subject;
   const kf_address_bytes *addresses;
   uint32_t count;
+  const char *seat;
   uint64_t id;
   int result;
   kf_error *error;
@@ -282,12 +297,29 @@ bool kf_command_round(kf_engine *engine);
 bool kf_command_waiting(kf_engine *engine);
 void kf_command_refuse_all(kf_engine *engine);
 
+/* ---- local.c and its neighbours, which share local.h: peers on the same host ---- */
+int kf_local_open(kf_engine *engine, kf_error *error);
+void kf_local_close(kf_engine *engine);
+int kf_local_share(kf_engine *engine, kf_region *region, kf_error *error);
+void kf_local_unshare(kf_region *region);
+int kf_local_revoke(kf_engine *engine, kf_region *region);
+bool kf_local_round(kf_engine *engine);
+void kf_local_set_asleep(kf_engine *engine, bool asleep);
+bool kf_local_waiting(const kf_engine *engine);
+int kf_local_fd(const kf_engine *engine);
+bool kf_local_turn(kf_engine *engine, kf_transfer *transfer);
+int kf_link_get(kf_engine *engine, const char *name, bool needed, kf_link **link, kf_error *error);
+void kf_link_hold(kf_link *link);
+void kf_link_drop(kf_engine *engine, kf_link *link);
+
 /* ---- engine.c, thread.c ---- */
 struct kf_engine {
   kf_options options;
   char provider_name[16];
   kf_domain domains[KF_MAX_DOMAINS];
   uint32_t domain_count;
+  kf_local *local; /* NULL: peers on this host are peers like all others */
+  char seat[KF_SEAT];
   uint32_t gather;
 
   pthread_t thread;
@@ -333,6 +365,7 @@ struct kf_engine {
   _Atomic uint64_t total_writes;
   _Atomic uint64_t total_pages;
   _Atomic uint64_t total_bytes;
+  _Atomic uint64_t local_bytes;
   _Atomic uint64_t errors;
   _Atomic uint64_t sleeps;
 };

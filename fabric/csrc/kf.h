@@ -20,6 +20,7 @@
 #define KF_MAX_PAGES_PER_WRITE 4095
 #define KF_TEXT 232
 #define KF_MAX_DOMAINS 8
+#define KF_SEAT 48
 
 typedef struct kf_engine kf_engine;
 typedef struct kf_region kf_region;
@@ -32,9 +33,10 @@ typedef struct {
 } kf_error;
 
 typedef struct {
-  const char *provider;     /* tcp, net, shm, efa or verbs */
+  const char *provider;     /* tcp, net, shm, efa or verbs; local: none, peers on this host alone */
   const char *const *binds; /* one a domain: the local address, for providers over IP; NULL or "": the provider's choice */
-  uint32_t domains;         /* 1..KF_MAX_DOMAINS */
+  uint32_t domains;         /* 1..KF_MAX_DOMAINS; 0 with provider local */
+  int local;                /* peers on this host may write to shared memory without a domain */
   uint64_t spin_ns;         /* how long the thread spins after the last progress */
   uint64_t max_write_bytes; /* neighbouring pages are merged up to this size */
   uint64_t window_bytes;    /* no more writes are posted to a domain while this much is in flight on it */
@@ -57,6 +59,7 @@ typedef struct {
 
 typedef struct {
   uint64_t length;
+  uint64_t local_key; /* for a writer on the same host; 0: not for them */
   uint32_t domains; /* of the owner, in the order in which its addresses are connected to */
   kf_key keys[KF_MAX_DOMAINS];
 } kf_remote;
@@ -122,6 +125,7 @@ typedef struct {
   uint64_t writes;
   uint64_t pages;
   uint64_t bytes;
+  uint64_t local_bytes; /* of these, to peers on this host without a domain */
   uint64_t arrivals; /* immediates that counted */
   uint64_t errors;
   uint64_t sleeps;
@@ -135,12 +139,18 @@ int kf_available(const char *provider, const char *bind);
 int kf_address(kf_engine *engine, uint32_t domain, unsigned char *bytes, uint32_t room, uint32_t *length);
 int kf_event_fd(kf_engine *engine);
 
-kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, kf_error *error);
-int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error); /* -EBUSY while a transfer reads from it */
+const char *kf_seat(const kf_engine *engine); /* where engines on this host find it; "": it is not to be found */
+
+/* `shared_fd`: a sealed memfd that has the memory at `shared_offset`, for writers on the same host; -1: none. */
+kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, int shared_fd, uint64_t shared_offset,
+                       kf_error *error);
+/* -EBUSY while a transfer reads from it. -EAGAIN: nobody begins to write to it any more, but a process of this host was
+ * stopped in the middle of a copy to it: it stays registered, close it again later. */
+int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error);
 void kf_region_remote(const kf_region *region, kf_remote *remote);
 
 kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains,
-                    kf_error *error); /* one address a domain of the peer, one behind the other */
+                    const char *seat, kf_error *error); /* one address a domain of the peer, one behind the other */
 int kf_disconnect(kf_engine *engine, kf_peer *peer, kf_error *error); /* takes effect when its transfers have ended */
 
 kf_counter *kf_counter_new(kf_engine *engine, kf_error *error);

@@ -51,6 +51,12 @@ int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error) {
                    (unsigned long long)region->length, engine->provider_name, i, engine->domains[i].bind, fi_strerror(-rc),
                    rc == -FI_ENOMEM ? " (is the memlock limit, ulimit -l, large enough?)" : "");
   }
+  int rc = kf_local_share(engine, region, error);
+  if (rc) {
+    (void)close_mrs(region);
+    kf_local_unshare(region);
+    return rc;
+  }
   region->remote.length = region->length;
   region->remote.domains = engine->domain_count;
   region->next = engine->region_list;
@@ -65,6 +71,7 @@ static int close_region(kf_engine *engine, kf_region *region) {
   kf_region **link = &engine->region_list;
   while (*link != region) link = &(*link)->next;
   *link = region->next;
+  kf_local_unshare(region);
   free(region);
   atomic_fetch_sub(&engine->regions, 1);
   return 0;
@@ -74,7 +81,9 @@ int kf_memory_unregister(kf_engine *engine, kf_region *region, kf_error *error) 
   if (region->readers)
     return kf_fail(error, -EBUSY, "memory region is the source of %u transfers: cancel them and wait for their end first",
                    region->readers);
-  int rc = close_region(engine, region);
+  int rc = kf_local_revoke(engine, region);
+  if (rc) return kf_fail(error, rc, "a process of this host was stopped in the middle of a copy to it: close it again later");
+  rc = close_region(engine, region);
   return rc ? kf_fail(error, rc, "cannot unregister memory: %s", fi_strerror(-rc)) : 0;
 }
 
@@ -82,6 +91,14 @@ int kf_memory_unregister(kf_engine *engine, kf_region *region, kf_error *error) 
 void kf_memory_revoke(kf_engine *engine) {
   for (kf_region *region = engine->region_list; region; region = region->next)
     if (close_mrs(region)) kf_add(&engine->errors, 1);
+}
+
+/* Whether no peer on this host copies to us any more; none begins to. */
+bool kf_memory_at_rest(kf_engine *engine) {
+  bool rest = true;
+  for (kf_region *region = engine->region_list; region; region = region->next)
+    if (kf_local_revoke(engine, region)) rest = false;
+  return rest;
 }
 
 void kf_memory_close(kf_engine *engine) {

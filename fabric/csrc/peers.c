@@ -10,16 +10,17 @@ static bool same_address(const kf_address_bytes *a, const kf_address_bytes *b) {
   return a->length == b->length && memcmp(a->bytes, b->bytes, a->length) == 0;
 }
 
-static bool is_at(const kf_peer *peer, const kf_address_bytes *addresses, uint32_t domains) {
-  if (peer->domains != domains) return false;
+/* Without domains it is the link that tells them apart. */
+static bool is_at(const kf_peer *peer, const kf_address_bytes *addresses, uint32_t domains, const kf_link *link) {
+  if (peer->domains != domains || (domains == 0 && peer->link != link)) return false;
   for (uint32_t i = 0; i < domains; i++)
     if (!same_address(&peer->addresses[i], &addresses[i])) return false;
   return true;
 }
 
-static kf_peer *find(const kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains) {
+static kf_peer *find(const kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const kf_link *link) {
   for (kf_peer *peer = engine->peers; peer; peer = peer->next)
-    if (is_at(peer, addresses, domains)) return peer;
+    if (is_at(peer, addresses, domains, link)) return peer;
   return NULL;
 }
 
@@ -36,8 +37,9 @@ static bool plausible(const kf_domain *domain, const kf_address_bytes *address) 
 }
 
 static int check(const kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, kf_error *error) {
-  if (domains == 0 || domains > KF_MAX_DOMAINS)
-    return kf_fail(error, -EINVAL, "a peer has 1 to %d addresses, not %u", KF_MAX_DOMAINS, domains);
+  if ((domains == 0) != (engine->domain_count == 0) || domains > KF_MAX_DOMAINS)
+    return kf_fail(error, -EINVAL, "a peer over '%s' has %s addresses of domains, not %u", engine->provider_name,
+                   engine->domain_count ? "1 to 8" : "no", domains);
   for (uint32_t i = 0; i < domains; i++)
     if (!plausible(&engine->domains[0], &addresses[i]))
       return kf_fail(error, -EINVAL, "%u bytes are not an address of provider '%s', or of another family than ours",
@@ -68,7 +70,8 @@ static int add_path(kf_engine *engine, kf_domain *domain, kf_peer *peer, uint32_
 }
 
 static int add_paths(kf_engine *engine, kf_peer *peer, kf_error *error) {
-  peer->paths = calloc((size_t)engine->domain_count * peer->domains, sizeof *peer->paths);
+  size_t paths = (size_t)engine->domain_count * peer->domains;
+  peer->paths = calloc(paths ? paths : 1, sizeof *peer->paths);
   if (!peer->paths) return kf_fail(error, -ENOMEM, "out of memory for a peer");
   for (uint32_t i = 0; i < engine->domain_count; i++)
     for (uint32_t j = 0; j < peer->domains; j++) {
@@ -102,11 +105,23 @@ static kf_peer *insert_new(kf_engine *engine, const kf_address_bytes *addresses,
   return peer;
 }
 
-kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, kf_error *error) {
+static void link_to(kf_peer *peer, kf_link *link) {
+  if (!link || peer->link) return;
+  peer->link = link;
+  kf_link_hold(link);
+}
+
+/* `seat`: where an engine on this host is found; if it is there, what is shared goes to it without a domain. */
+kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat,
+                         kf_error *error) {
+  kf_link *link;
   if (check(engine, addresses, domains, error)) return NULL;
-  kf_peer *peer = find(engine, addresses, domains);
+  if (kf_link_get(engine, seat, domains == 0, &link, error)) return NULL;
+  kf_peer *peer = find(engine, addresses, domains, link);
   if (!peer) peer = insert_new(engine, addresses, domains, error);
-  if (peer) peer->users++;
+  if (!peer) return NULL;
+  link_to(peer, link);
+  peer->users++;
   return peer;
 }
 
@@ -115,6 +130,7 @@ static int remove_peer(kf_engine *engine, kf_peer *peer, kf_error *error) {
   while (*link != peer) link = &(*link)->next;
   *link = peer->next;
   int rc = forget_paths(peer);
+  if (peer->link) kf_link_drop(engine, peer->link);
   free_peer(peer);
   atomic_fetch_sub(&engine->peer_count, 1);
   return rc ? kf_fail(error, rc, "cannot remove a peer: %s", fi_strerror(-rc)) : 0;

@@ -55,7 +55,7 @@ static void take_off(kf_engine *engine, kf_transfer *t, kf_path *path, kf_write 
   kf_add(&engine->in_flight, 1);
 }
 
-static void account(kf_engine *engine, kf_transfer *t, const kf_batch *b, uint64_t now) {
+void kf_post_account(kf_engine *engine, kf_transfer *t, const kf_batch *b, uint64_t now) {
   kf_event *event = &t->node.event;
   if (event->first_post_ns == 0) event->first_post_ns = now;
   if (t->post_ns && t->post_ns[t->layer] == 0) t->post_ns[t->layer] = now;
@@ -65,11 +65,12 @@ static void account(kf_engine *engine, kf_transfer *t, const kf_batch *b, uint64
   kf_add(&engine->total_writes, 1);
   kf_add(&engine->total_pages, b->pages);
   kf_add(&engine->total_bytes, b->bytes);
+  if (t->by_link) return;
   kf_add(&t->path->domain->total_writes, 1);
   kf_add(&t->path->domain->total_bytes, b->bytes);
 }
 
-static void advance(kf_engine *engine, kf_transfer *t, const kf_batch *b) {
+void kf_post_advance(kf_engine *engine, kf_transfer *t, const kf_batch *b) {
   t->run = b->run;
   t->page = b->page;
   if (t->run < t->plan.run_count) return;
@@ -88,14 +89,14 @@ static void fail(kf_engine *engine, kf_transfer *t, int error) {
 }
 
 /* The provider has no room, or no connection yet. That passes, or the peer is gone. */
-static bool stalled_too_long(kf_engine *engine, kf_transfer *t) {
+bool kf_post_stalled_too_long(kf_engine *engine, kf_transfer *t) {
   uint64_t now = kf_now();
   engine->stalled = true;
   if (t->stalled_ns == 0 || t->in_flight) t->stalled_ns = now;
   return now - t->stalled_ns > engine->options.stall_ns;
 }
 
-static bool held_back(kf_engine *engine, const kf_transfer *t) {
+bool kf_post_held_back(kf_engine *engine, const kf_transfer *t) {
   uint64_t until = kf_faults_hold_until(&engine->faults, t->seen_ns[t->layer]);
   if (until == 0 || kf_now() >= until) return false;
   if (engine->hold_until_ns == 0 || until < engine->hold_until_ns) engine->hold_until_ns = until;
@@ -127,7 +128,7 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
   uint32_t posted = 0;
   uint64_t bytes = 0;
   kf_batch b;
-  for (bool more = true; more && window_open(engine, t, domain, 0, 0) && !held_back(engine, t);) {
+  for (bool more = true; more && window_open(engine, t, domain, 0, 0) && !kf_post_held_back(engine, t);) {
     kf_batch_fill(engine, t, path, &b);
     more = turn_goes_on(engine, t, domain, &b, posted, bytes);
     bool seal = !more || !domain->ordered;
@@ -136,7 +137,7 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
     if (!now && t->post_ns && t->post_ns[t->layer] == 0) now = kf_now();
     ssize_t rc = post_with_faults(engine, t, path, &b, write, seal);
     if (rc == -FI_EAGAIN) {
-      if (stalled_too_long(engine, t)) fail(engine, t, FI_ETIMEDOUT);
+      if (kf_post_stalled_too_long(engine, t)) fail(engine, t, FI_ETIMEDOUT);
       break;
     }
     if (rc) {
@@ -145,10 +146,10 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
       return true;
     }
     take_off(engine, t, path, write, b.bytes, seal);
-    account(engine, t, &b, now);
+    kf_post_account(engine, t, &b, now);
     posted++;
     bytes += b.bytes;
-    advance(engine, t, &b);
+    kf_post_advance(engine, t, &b);
   }
   return posted > 0;
 }
@@ -170,7 +171,7 @@ static bool flush(kf_engine *engine, kf_transfer *t) {
     take_off(engine, t, path, write, 0, true);
     return true;
   }
-  if (rc == -FI_EAGAIN && !stalled_too_long(engine, t)) return false;
+  if (rc == -FI_EAGAIN && !kf_post_stalled_too_long(engine, t)) return false;
   kf_transfer_lose(t);
   kf_transfer_stop(engine, t, KF_END_FAILED, rc == -FI_EAGAIN ? FI_ETIMEDOUT : (int)-rc,
                    "the receiver does not confirm what was written: it has died, or its connection is lost");
@@ -178,6 +179,7 @@ static bool flush(kf_engine *engine, kf_transfer *t) {
 }
 
 static bool turn(kf_engine *engine, kf_transfer *t) {
+  if (t->by_link) return t->state == KF_POSTING && kf_local_turn(engine, t);
   if (t->state == KF_POSTING) return post_turn(engine, t);
   return t->state == KF_DRAINING && t->unsealed && flush(engine, t);
 }

@@ -36,6 +36,8 @@ static int check_fields(const kf_schedule *plan, kf_error *error) {
   if (plan->remote.domains != plan->peer->domains)
     return kf_fail(error, -EINVAL, "memory of %u domains does not belong to a peer of %u", plan->remote.domains,
                    plan->peer->domains);
+  if (plan->remote.domains == 0 && !plan->remote.local_key)
+    return kf_fail(error, -EINVAL, "memory that is not shared cannot be written to by peers on its host");
   if (plan->layers == 0) return kf_fail(error, -EINVAL, "a transfer needs at least one layer");
   if (plan->length == 0) return kf_fail(error, -EINVAL, "a transfer's piece is empty");
   if (plan->slot >= KF_MAX_SLOTS) return kf_fail(error, -EINVAL, "slot %u is not below %d", plan->slot, KF_MAX_SLOTS);

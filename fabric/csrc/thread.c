@@ -65,8 +65,8 @@ static void clear_wake(kf_engine *e) {
 
 /* True if it was woken by somebody, not by the completion queue. */
 static bool wait_fds(kf_engine *e, uint64_t limit) {
-  struct pollfd fds[1 + KF_MAX_DOMAINS] = {{e->wake_fd, POLLIN, 0}};
-  nfds_t count = 1;
+  struct pollfd fds[2 + KF_MAX_DOMAINS] = {{e->wake_fd, POLLIN, 0}, {kf_local_fd(e), POLLIN, 0}};
+  nfds_t count = 2; /* poll() passes over an fd of -1 */
   for (uint32_t i = 0; kf_domains_have_fds(e) && i < e->domain_count; i++)
     fds[count++] = (struct pollfd){e->domains[i].wait_fd, POLLIN, 0};
   struct timespec timeout = {(time_t)(limit / 1000000000u), (long)(limit % 1000000000u)};
@@ -88,9 +88,11 @@ static bool queues_want_reading(kf_engine *e) {
 static void sleep_now(kf_engine *e) {
   uint64_t limit = sleep_limit(e);
   atomic_store(&e->sleeping, true);
-  bool wanted = kf_command_waiting(e) || kf_schedule_moved(e) || atomic_load(&e->stopping);
+  kf_local_set_asleep(e, true);
+  bool wanted = kf_command_waiting(e) || kf_schedule_moved(e) || atomic_load(&e->stopping) || kf_local_waiting(e);
   if (!wanted && kf_domains_have_fds(e)) wanted = queues_want_reading(e);
   bool woken = !wanted && wait_fds(e, limit);
+  kf_local_set_asleep(e, false);
   bool left_alone = atomic_exchange(&e->sleeping, false); /* false: someone writes, or has written, to wake_fd */
   if (woken || !left_alone) clear_wake(e);
 }
@@ -98,6 +100,7 @@ static void sleep_now(kf_engine *e) {
 static bool round_of_work(kf_engine *e) {
   bool progress = kf_command_round(e);
   progress |= kf_complete_round(e);
+  progress |= kf_local_round(e);
   progress |= kf_schedule_watch(e);
   progress |= kf_post_round(e);
   return progress;
@@ -190,12 +193,14 @@ static void drain(kf_engine *e) {
   uint64_t deadline = kf_now() + DRAIN_NS;
   cancel_all(e);
   settle(e, 0, deadline);
+  while (!kf_memory_at_rest(e) && kf_now() < deadline)
+    if (!kf_local_round(e)) wait_fds(e, NAP_BUSY_NS);
   kf_memory_revoke(e);
   settle(e, QUIET_NS, deadline + QUIET_NS);
 }
 
 static int open_domains(kf_engine *e) {
-  int rc = 0;
+  int rc = e->options.local ? kf_local_open(e, e->open_error) : 0;
   for (uint32_t i = 0; rc == 0 && i < e->domain_count; i++)
     rc = kf_domain_open(&e->domains[i], &e->options, e->open_error);
   return rc;

@@ -52,6 +52,7 @@ void kf_transfer_free(kf_transfer *transfer) {
 void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer) {
   transfer->plan.region->readers++;
   transfer->plan.peer->users++;
+  transfer->by_link = transfer->plan.peer->link && transfer->plan.remote.local_key;
   if (transfer->plan.counter) transfer->plan.counter->waiters++;
   transfer->next = &engine->active;
   transfer->previous = engine->active.previous;

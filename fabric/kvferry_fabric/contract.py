@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvferry_proto.memory import MemoryDescriptor
 
 from kvferry_fabric.events import EngineStats, Event
+from kvferry_fabric.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
     from kvferry_fabric.schedule import ChunkSchedule
@@ -73,16 +74,26 @@ class Fabric(Protocol):
         ...
 
     @property
+    def seat(self) -> str:
+        """Where writers on the same host find it too; "" if there is no such place."""
+        ...
+
+    @property
+    def pairing(self) -> str:
+        """What two engines must have in common to exchange pages."""
+        ...
+
+    @property
     def event_fd(self) -> int:
         """Readable while events wait to be polled."""
         ...
 
-    def register(self, buffer: memoryview) -> RegionHandle:
+    def register(self, memory: memoryview | SharedMemory) -> RegionHandle:
         """Let peers write to writable, contiguous memory, under a key of its own."""
         ...
 
-    def connect(self, addresses: tuple[str, ...]) -> PeerHandle:
-        """Prepare to write to the engine that has these addresses."""
+    def connect(self, addresses: tuple[str, ...], seat: str = "") -> PeerHandle:
+        """Prepare to write to the engine that has these addresses, and this seat."""
         ...
 
     def new_counter(self) -> CounterHandle:

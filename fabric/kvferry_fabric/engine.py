@@ -13,10 +13,12 @@ from kvferry_fabric.contract import PeerHandle, RegionHandle
 from kvferry_fabric.errors import FabricError, OutOfBoundsError
 from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind, LayerTimes
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle, own
+from kvferry_fabric.host import sharing_scope
 from kvferry_fabric.native import NativeEngine
-from kvferry_fabric.providers import choose
+from kvferry_fabric.providers import LOCAL, choose
 from kvferry_fabric.runs import Runs
 from kvferry_fabric.schedule import ChunkSchedule
+from kvferry_fabric.shared_memory import SharedMemory
 
 _BATCH = 64
 _ADDRESS_ROOM = 256
@@ -37,8 +39,11 @@ def _distinct(domains: Sequence[str]) -> tuple[str, ...]:
 
 
 def _remote(memory: MemoryDescriptor) -> dict[str, Any]:
+    if memory.provider == LOCAL:
+        return {"length": memory.length, "local_key": memory.domains[0].key}
     keys = [{"base": domain.base, "key": domain.key} for domain in memory.domains]
-    return {"length": memory.length, "domains": len(keys), "keys": keys}
+    local_key = memory.local.key if memory.local else 0
+    return {"length": memory.length, "domains": len(keys), "keys": keys, "local_key": local_key}
 
 
 class TransferEngine:
@@ -66,7 +71,8 @@ class TransferEngine:
         """Open an endpoint in every domain and start the thread of them all.
 
         Args:
-            provider: tcp, net, shm, efa, verbs, or auto: the best present of efa, verbs, tcp.
+            provider: tcp, net, shm, efa, verbs; local: shared memory, on this host alone; or auto: the best present of
+                efa, verbs, tcp, and shared memory for what lies in it and for peers that can map it.
             incarnation: number of this start of the node; goes into every descriptor.
             trace: keep per-layer times of each transfer (Event.layers).
             spin_us: how long the thread spins after the last progress before it sleeps.
@@ -80,9 +86,10 @@ class TransferEngine:
 
         Raises FabricUnavailableError if the extension or provider is missing, FabricError if it cannot be opened.
         """
-        self.binds = _distinct(domains) if domains else (bind,)
+        binds = _distinct(domains) if domains else (bind,)
+        self.provider = choose(provider, binds[0])
+        self.binds = () if self.provider == LOCAL else binds
         """Local address of each domain."""
-        self.provider = choose(provider, self.binds[0])
         self.incarnation = incarnation
         options = {
             "spin_ns": spin_us * 1000,
@@ -92,6 +99,7 @@ class TransferEngine:
             "gather": gather,
             "stall_ns": int(stall_seconds * 1e9),
             "trace": trace,
+            "local": provider in {"auto", LOCAL},
         }
         self._native = NativeEngine(options, self.provider, self.binds)
         # At interpreter exit, or when nobody refers to the engine: its thread must not outlive the memory it reads.
@@ -102,8 +110,16 @@ class TransferEngine:
         self._lock = Lock()
         self._events = self._native.ffi.new("kf_event[]", _BATCH)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self.addresses = tuple(self._read_address(index) for index in range(len(self.binds)))
-        """fi_getname of each domain's endpoint, in hex."""
+        self.seat = self._native.ffi.string(self._native.lib.kf_seat(self._native.pointer)).decode()
+        """Where engines on this host find this one; "" if they are to take its domains."""
+        domain_addresses = tuple(self._read_address(index) for index in range(len(self.binds)))
+        self.addresses = domain_addresses or (self.seat,)
+        """fi_getname of each domain's endpoint, in hex; with provider local, the seat."""
+
+    @property
+    def pairing(self) -> str:
+        """What two engines must have in common to exchange pages: the provider, and with local the host too."""
+        return f"{LOCAL}@{sharing_scope()}" if self.provider == LOCAL else self.provider
 
     def _read_address(self, domain: int) -> str:
         ffi, lib = self._native.ffi, self._native.lib
@@ -112,17 +128,25 @@ class TransferEngine:
         self._native.check(code, "endpoint address")
         return bytes(ffi.buffer(room, length[0])).hex()
 
-    def register(self, buffer: memoryview) -> MemoryRegion:
-        """Register writable, contiguous memory and keep it alive. Each registration has keys of its own."""
-        identity = {"provider": self.provider, "addresses": self.addresses, "incarnation": self.incarnation}
-        return MemoryRegion(self._native, self._handles, buffer, identity)
+    def register(self, memory: memoryview | SharedMemory) -> MemoryRegion:
+        """Register writable, contiguous memory and keep it alive. Each registration has keys of its own.
 
-    def connect(self, addresses: tuple[str, ...]) -> Peer:
+        Shared memory can then be written to by peers on this host too, if this engine has a seat. Closing its region
+        raises FabricError with EAGAIN, and leaves it open, if a peer was stopped in the middle of a copy to it.
+        """
+        identity = {"provider": self.provider, "addresses": self.addresses, "incarnation": self.incarnation}
+        return MemoryRegion(self._native, self._handles, memory, identity, self.seat)
+
+    def connect(self, addresses: tuple[str, ...], seat: str = "") -> Peer:
         """Prepare to write to the engine with these addresses, one for each of its domains.
 
-        Raises FabricError if one of them is no address of this provider and of this engine's address family.
+        If it can be reached at `seat`, it is on this host, and its shared memory is written to without a domain. Raises
+        FabricError if one of the addresses is none of this provider and of this engine's address family, or, with
+        provider local, if nobody is found there.
         """
-        return Peer(self._native, self._handles, addresses)
+        if self.provider == LOCAL:
+            return Peer(self._native, self._handles, addresses, (), "".join(addresses))
+        return Peer(self._native, self._handles, addresses, addresses, seat)
 
     def new_counter(self) -> LayerCounter:
         """Return a layer counter that stands at 0."""

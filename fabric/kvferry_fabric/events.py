@@ -85,6 +85,8 @@ class EngineStats(NamedTuple):
     writes: int
     pages: int
     bytes: int
+    local_bytes: int
+    """Of these, to peers on this host, without a domain."""
     arrivals: int
     """Immediates that counted toward an armed slot."""
     errors: int

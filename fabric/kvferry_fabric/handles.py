@@ -2,10 +2,12 @@
 
 from typing import Any, Self, TypeVar
 
-from kvferry_proto.memory import DomainMemory, MemoryDescriptor
+from kvferry_proto.memory import DomainMemory, LocalMemory, MemoryDescriptor
 
 from kvferry_fabric.errors import FabricError
 from kvferry_fabric.native import NativeEngine
+from kvferry_fabric.providers import LOCAL
+from kvferry_fabric.shared_memory import SharedMemory
 
 
 class _Handle:
@@ -67,12 +69,25 @@ def own(native: NativeEngine, handle: object, kind: type[H]) -> Any:  # noqa: AN
     raise FabricError(msg)
 
 
-def _described(remote: Any, provider: str, addresses: tuple[str, ...], incarnation: int) -> MemoryDescriptor:  # noqa: ANN401 - cdata
+def _described(
+    remote: Any,  # noqa: ANN401 - cdata
+    seat: str,
+    *,
+    provider: str,
+    addresses: tuple[str, ...],
+    incarnation: int,
+) -> MemoryDescriptor:
+    if provider == LOCAL:
+        own_seat = DomainMemory(address=seat, base=0, key=remote.local_key)
+        return MemoryDescriptor(provider=provider, length=remote.length, incarnation=incarnation, domains=(own_seat,))
     domains = tuple(
         DomainMemory(address=address, base=remote.keys[i].base, key=remote.keys[i].key)
         for i, address in enumerate(addresses)
     )
-    return MemoryDescriptor(provider=provider, length=remote.length, incarnation=incarnation, domains=domains)
+    local = LocalMemory(seat=seat, key=remote.local_key) if remote.local_key else None
+    return MemoryDescriptor(
+        provider=provider, length=remote.length, incarnation=incarnation, domains=domains, local=local
+    )
 
 
 class MemoryRegion(_Handle):
@@ -80,17 +95,25 @@ class MemoryRegion(_Handle):
 
     what = "memory region"
 
-    def __init__(self, native: NativeEngine, owner: set[_Handle], buffer: memoryview, identity: dict[str, Any]) -> None:
-        """Register `buffer` (writable, contiguous). `identity`: provider, addresses and incarnation of the engine."""
+    def __init__(
+        self,
+        native: NativeEngine,
+        owner: set[_Handle],
+        memory: memoryview | SharedMemory,
+        identity: dict[str, Any],
+        seat: str,
+    ) -> None:
+        """Register `memory` (writable, contiguous). `identity`: provider, addresses and incarnation of the engine."""
+        buffer, fd = (memory.buffer, memory.fd) if isinstance(memory, SharedMemory) else (memory, -1)
         self._pinned = native.ffi.from_buffer("unsigned char[]", buffer, require_writable=True)
         error = native.new_error()
-        handle = native.lib.kf_register(native.pointer, self._pinned, len(self._pinned), error)
+        handle = native.lib.kf_register(native.pointer, self._pinned, len(self._pinned), fd, 0, error)
         if not handle:
             native.ffi.release(self._pinned)
             native.fail(error)
         remote = native.ffi.new("kf_remote *")
         native.lib.kf_region_remote(handle, remote)
-        self.descriptor = _described(remote, **identity)
+        self.descriptor = _described(remote, seat, **identity)
         super().__init__(native, owner, handle)
 
     def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata
@@ -116,14 +139,17 @@ class Peer(_Handle):
 
     what = "peer"
 
-    def __init__(self, native: NativeEngine, owner: set[_Handle], addresses: tuple[str, ...]) -> None:
-        raw = [_raw(address) for address in addresses]
+    def __init__(
+        self, native: NativeEngine, owner: set[_Handle], addresses: tuple[str, ...], domains: tuple[str, ...], seat: str
+    ) -> None:
+        raw = [_raw(address) for address in domains]
         error = native.new_error()
-        handle = native.lib.kf_connect(native.pointer, b"".join(raw), list(map(len, raw)), len(raw), error)
+        where = native.ffi.new("char[]", seat.encode())
+        handle = native.lib.kf_connect(native.pointer, b"".join(raw), list(map(len, raw)), len(raw), where, error)
         if not handle:
             native.fail(error)
         self.addresses = addresses
-        """fi_getname of each of the peer's endpoints, in hex."""
+        """fi_getname of each of the peer's endpoints, in hex; with provider local, its seat."""
         super().__init__(native, owner, handle)
 
     def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata

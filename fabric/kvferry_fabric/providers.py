@@ -3,15 +3,18 @@
 from kvferry_fabric.errors import FabricUnavailableError
 from kvferry_fabric.native import load
 
-PROVIDERS = ("efa", "verbs", "tcp", "net", "shm")
-"""Every provider that the fabric knows, best first. shm works within one host alone."""
+LOCAL = "local"
+"""No provider of libfabric: peers on this host map each other's memory."""
+
+PROVIDERS = ("efa", "verbs", "tcp", "net", "shm", LOCAL)
+"""Every provider that the fabric knows, best first. shm and local work within one host alone."""
 
 AUTO = ("efa", "verbs", "tcp")
-"""What `auto` chooses from, best first."""
+"""What `auto` chooses from, best first. Shared memory of peers on the same host is then written to without it."""
 
 
 def providers(bind: str = "127.0.0.1") -> list[str]:
-    """Return the providers that this machine's libfabric offers, best first.
+    """Return the providers that this machine offers, best first.
 
     `bind` is the local address of providers over IP. Raises FabricUnavailableError if the extension is not built.
     """

@@ -16,6 +16,14 @@ class DomainMemory(msgspec.Struct, frozen=True, kw_only=True):
     key: int
 
 
+class LocalMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """How a registered region is reached by a writer on the same host, who maps it."""
+
+    seat: str
+    """Abstract unix socket where the owner hands its memory out; to be reached within one network namespace."""
+    key: int
+
+
 class MemoryDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """A registered region of one rank, as its owner tells it to a writer.
 
@@ -24,12 +32,19 @@ class MemoryDescriptor(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     provider: str
-    """libfabric provider of all its domains."""
+    """libfabric provider of all its domains. With "local" there is one, and its address is the owner's seat."""
     length: int
     """Bytes."""
     incarnation: int
     domains: tuple[DomainMemory, ...]
     """One for each of the 1 to 8 domains of the owner; the number of the writer's may be another."""
+    local: LocalMemory | None = None
+    """The way around all domains, for writers that can reach the seat; None: there is none."""
+
+    @property
+    def seat(self) -> str:
+        """Where a writer on the same host connects to as well; "" if there is no such place."""
+        return self.local.seat if self.local else ""
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -67,7 +67,7 @@ class NodeRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Name under which the model is served."""
     layout: KVLayout | None = None
     provider: str = ""
-    """Fabric provider; a pair of nodes must share one."""
+    """Fabric provider, and the host where it ends there; a pair of nodes must share one."""
     total_pages: int = 0
     max_context: int = 0
     """Tokens of prompt and answer together that a request may have here."""

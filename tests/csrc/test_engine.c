@@ -1,25 +1,29 @@
-/* Two engines in one process, argv[1] the provider: layers bumped by one thread, cancelled and polled by another.
+/* Two engines in one process, argv[1] the provider, or `local`: layers bumped by one thread, cancelled and polled by another.
  * A second argument: `unordered`, as over a provider where writes land in any order, or `3:2`, so many domains. */
 #include "internal.h"
 
 #include "check.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
-enum { LAYERS = 4, PAGES = 64, PAGE = 1024, TRANSFERS = 120, PATIENCE = 20000 };
+enum { LAYERS = 4, PAGES = 64, PAGE = 1024, TRANSFERS = 120, PATIENCE = 20000, SIZE = LAYERS * PAGES * PAGE };
 
 typedef struct {
   kf_engine *engine;
   kf_region *region;
   unsigned char *memory;
+  int fd; /* of the memory */
 } side;
 
 static const char *provider;
-static bool unordered;
+static bool unordered, local;
 static uint32_t domain_counts[2] = {1, 1};
 static kf_counter *counter;
 static _Atomic int stop;
@@ -29,16 +33,30 @@ static void nap(void) {
   nanosleep(&ms, NULL);
 }
 
+static unsigned char *open_memory(int *fd) {
+  *fd = memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  CHECK(*fd >= 0 && ftruncate(*fd, SIZE) == 0 && fcntl(*fd, F_ADD_SEALS, F_SEAL_SHRINK) == 0);
+  unsigned char *memory = mmap(NULL, SIZE, PROT_READ | PROT_WRITE, MAP_SHARED, *fd, 0);
+  CHECK(memory != MAP_FAILED);
+  return memory;
+}
+
+static void close_side(side *s) {
+  kf_close(s->engine);
+  CHECK(munmap(s->memory, SIZE) == 0 && close(s->fd) == 0);
+}
+
 static side open_side(int fill, uint32_t domains) {
   const char *binds[] = {"127.0.0.1", "127.0.0.2", "127.0.0.3"};
-  kf_options options = {.provider = provider, .binds = binds, .domains = domains, .spin_ns = 20000, .max_write_bytes = 1 << 16,
+  kf_options options = {.provider = provider, .binds = binds, .domains = local ? 0 : domains, .local = local, .spin_ns = 20000, .max_write_bytes = 1 << 16,
                         .window_bytes = 1 << 18, .window = 16, .stall_ns = 5000000000u, .trace = 1};
   kf_error error;
-  side s = {kf_open(&options, &error), NULL, malloc(LAYERS * PAGES * PAGE)};
+  side s = {.engine = kf_open(&options, &error)};
+  s.memory = open_memory(&s.fd);
   if (!s.engine) fprintf(stderr, "%s\n", error.text);
-  CHECK(s.engine && s.memory);
-  for (int i = 0; i < LAYERS * PAGES * PAGE; i++) s.memory[i] = fill ? (unsigned char)fill : (unsigned char)(i * 7 + i / PAGE);
-  s.region = kf_register(s.engine, s.memory, LAYERS * PAGES * PAGE, &error);
+  CHECK(s.engine);
+  for (int i = 0; i < SIZE; i++) s.memory[i] = fill ? (unsigned char)fill : (unsigned char)(i * 7 + i / PAGE);
+  s.region = kf_register(s.engine, s.memory, SIZE, s.fd, 0, &error);
   CHECK(s.region);
   for (uint32_t i = 0; unordered && i < domains; i++) s.engine->domains[i].ordered = false; /* its thread has nothing to post yet */
   return s;
@@ -50,8 +68,10 @@ static kf_peer *connect_sides(side *from, side *to) {
   kf_error error;
   for (uint32_t i = 0; i < domains; at += lengths[i++]) CHECK(kf_address(to->engine, i, at, 256, &lengths[i]) == 0);
   CHECK(kf_address(to->engine, domains, at, 256, &lengths[0]) == -EINVAL);
-  kf_peer *peer = kf_connect(from->engine, addresses, lengths, domains, &error);
-  CHECK(peer && kf_connect(from->engine, addresses, lengths, domains, &error) == peer); /* shared */
+  const char *seat = kf_seat(to->engine);
+  CHECK(local == (seat[0] != 0));
+  kf_peer *peer = kf_connect(from->engine, addresses, lengths, domains, seat, &error);
+  CHECK(peer && kf_connect(from->engine, addresses, lengths, domains, seat, &error) == peer); /* shared */
   CHECK(kf_disconnect(from->engine, peer, &error) == 0);
   return peer;
 }
@@ -151,14 +171,13 @@ static void closing_in_the_middle(void) {
   }
   do kf_stats(from.engine, &stats);
   while (stats.writes == 0);
-  kf_close(to.engine);
-  kf_close(from.engine);
-  free(from.memory);
-  free(to.memory);
+  close_side(&to);
+  close_side(&from);
 }
 
 int main(int argc, char **argv) {
   provider = argc > 1 ? argv[1] : "tcp";
+  local = strcmp(provider, "local") == 0;
   unordered = argc > 2 && strcmp(argv[2], "unordered") == 0;
   if (argc > 2 && !unordered) sscanf(argv[2], "%u:%u", &domain_counts[0], &domain_counts[1]);
   kf_error error;
@@ -174,10 +193,8 @@ int main(int argc, char **argv) {
   kf_stats(from.engine, &stats);
   CHECK(!stats.active_transfers && !stats.in_flight_writes && !stats.peers && !stats.counters && stats.regions == 1);
   CHECK(kf_unregister(from.engine, from.region, &error) == 0);
-  kf_close(from.engine);
-  kf_close(to.engine); /* with its region still registered */
-  free(from.memory);
-  free(to.memory);
+  close_side(&from);
+  close_side(&to); /* with its region still registered */
   /* Not shm: libfabric 1.17 lets two endpoints of one process share a mapping, and frees it under the other one. */
   for (int i = 0; i < 5 && strcmp(provider, "shm") != 0; i++) closing_in_the_middle();
   return 0;

@@ -16,7 +16,7 @@ from kvferry_fabric import TransferEngine
 from kvferry_proto.codec import MAX_FRAME_BYTES, MAX_HEADER_BYTES
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
-from kvferry_proto.memory import MemoryDescriptor
+from kvferry_proto.memory import LocalMemory, MemoryDescriptor
 from kvferry_proto.message import Refused
 from kvferry_proto.nodes import NodeRef, Peer
 from kvferry_proto.page_table import Source
@@ -308,6 +308,9 @@ HOSTILE_ORDERS = {
     "address of a family of its own": lambda v: {"memory": through(v, address="0a00" + "7f" * 14)},
     "address of port 0": lambda v: {"memory": through(v, address="020000007f000001" + "00" * 8)},
     "address too long": lambda v: {"memory": through(v, address="ff" * 100_000)},
+    "seat of somebody else": lambda v: {"memory": described(v, local=LocalMemory(seat="dbus-session", key=1))},
+    "seat too long": lambda v: {"memory": described(v, local=LocalMemory(seat="kvferry-" * 10_000, key=1))},
+    "negative local key": lambda v: {"memory": described(v, local=LocalMemory(seat="", key=-1))},
     "other model": lambda v: {"layout": msgspec.structs.replace(v.layout, model="other")},
     "other page size": lambda v: {"layout": msgspec.structs.replace(v.layout, page_size=16)},
     "countless ranks": lambda v: {"layout": msgspec.structs.replace(v.layout, ranks=v.layout.kv_heads * 10**9)},
@@ -371,7 +374,8 @@ async def test_a_stranger_with_a_wrong_key_to_a_decoder_costs_no_request(cluster
         with Stranger(cluster, "prefiller0") as stranger:
             for _ in range(5):
                 domain = msgspec.structs.replace(memory.domains[0], key=memory.domains[0].key + 977)
-                wrong = msgspec.structs.replace(memory, domains=(domain,))
+                local = msgspec.structs.replace(memory.local, key=memory.local.key + 977)
+                wrong = msgspec.structs.replace(memory, domains=(domain,), local=local)
                 stranger.say(order_of(decoder.layout, wrong))
                 assert (await asyncio.to_thread(stranger.hear))["error"]["code"] == "transfer_failed"
         answers = [await stream.end() for stream in running]

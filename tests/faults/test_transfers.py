@@ -211,7 +211,7 @@ async def test_sigterm_lets_a_running_answer_end_and_takes_nothing_new(redis_ser
         await asyncio.wait_for(decoding.task, 30)
 
 
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
+@pytest.mark.parametrize("provider", ["tcp", "shm", "local"])
 async def test_golden_answers_hold_through_random_cancels_and_slow_writes(
     redis_server, tiny_model, eventually, provider
 ):

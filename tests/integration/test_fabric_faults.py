@@ -99,10 +99,10 @@ def test_an_unknown_fault_is_refused(pair) -> None:
         pair.sender.fault("explode", 1)
 
 
-@pytest.mark.parametrize("provider", OVER_SOCKETS)
+@pytest.mark.parametrize("provider", [*OVER_SOCKETS, "local"])
 def test_a_revoked_key_lets_nothing_land_and_fails_the_writer(provider) -> None:
     pair = rig.Pair(provider)
-    second = pair.receiver.register(memoryview(pair.target).cast("B"))
+    second = pair.receiver.register(pair.memory)
     assert second.descriptor.domains[0].key != pair.remote.descriptor.domains[0].key
     pages = np.arange(5)
 

@@ -10,8 +10,15 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "fabric" / "csrc"
 TESTS = ROOT / "tests" / "csrc"
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
-PROGRAMS = [("test_slots", ()), ("test_transfer", ()), *(("test_engine", (name,)) for name in ("tcp", "net", "shm"))]
-PROGRAMS += [("fuzz_schedule", ("1", "100000")), ("test_engine", ("tcp", "unordered")), ("test_engine", ("tcp", "3:2"))]
+PROGRAMS = [
+    ("test_slots", ()),
+    ("test_transfer", ()),
+    ("test_board", ()),
+    ("fuzz_schedule", ("1", "100000")),
+    *(("test_engine", (name,)) for name in ("tcp", "net", "shm", "local")),
+    ("test_engine", ("tcp", "unordered")),
+    ("test_engine", ("tcp", "3:2")),
+]
 INSTALL = "apt install gcc libgcc-12-dev libfabric-dev (gcc with its sanitizers, libfabric's headers)"
 
 pytestmark = pytest.mark.sanitizer

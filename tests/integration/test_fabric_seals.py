@@ -100,7 +100,7 @@ def test_a_revoked_key_fails_a_transfer_of_many_writes(provider) -> None:
     pair.close()
 
 
-@pytest.mark.parametrize("provider", rig.PROVIDERS)
+@pytest.mark.parametrize("provider", rig.OVER_NICS)
 def test_a_receiver_killed_with_the_last_write_unconfirmed_fails_the_transfer(provider) -> None:
     """All writes have left, only the last one's confirmation is missing: that is no DONE."""
     memory = np.ones((64, PAGE), np.uint8)

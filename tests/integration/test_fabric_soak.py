@@ -75,7 +75,7 @@ def test_three_hundred_transfers_with_cancels_leave_nothing(provider) -> None:
     before = held_by_process()
     pair = rig.Pair(provider, layers=4, pages=64, page=1024)
     soak = Soak(pair)
-    pair.sender.fault("fail", 400)
+    pair.sender.fault("fail", 150)
     while len(soak.ends) + len(soak.live) < TRANSFERS:
         if soak.free:
             soak.start()

@@ -24,7 +24,7 @@ async def watch(prefilling, decoding, samples):
         await asyncio.sleep(0.002)
 
 
-@pytest.mark.parametrize("provider", ["tcp", "net", "shm"])
+@pytest.mark.parametrize("provider", ["tcp", "net", "shm", "local"])
 async def test_the_first_layers_pages_arrive_before_the_last_layer_has_run(redis_server, tiny_model, provider):
     tokens = list(range(100, 100 + 8 * PAGES + 1))
     async with pair(redis_server.url, tiny_model, provider=provider, prefiller={"fault": "slow-layer-ms=300"}) as (

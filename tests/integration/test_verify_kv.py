@@ -13,7 +13,7 @@ pytestmark = pytest.mark.timeout(120)
 TOKENS = list(range(100, 141))
 
 
-@pytest.mark.parametrize("provider", ["tcp", "net", "shm"])
+@pytest.mark.parametrize("provider", ["tcp", "net", "shm", "local"])
 async def test_a_corrupted_byte_is_caught_named_and_fails_the_request(redis_server, tiny_model, provider):
     async with pair(redis_server.url, tiny_model, provider=provider, prefiller={"fault": "corrupt-write=2"}) as (
         prefilling,

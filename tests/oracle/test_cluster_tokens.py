@@ -1,5 +1,6 @@
 """Token ids through the whole cluster equal the reference implementation's, for every length that can go wrong."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -83,7 +84,7 @@ class Setup:
 SETUPS = {
     "net": Setup("net", 8, 100),
     "shm": Setup("shm", 64, 256),
-    "chunk smaller than a page": Setup("tcp", 4, 3),
+    "chunk smaller than a page": Setup("auto", 4, 3),
     "all prefilled by the decoder": Setup("tcp", 16, 64, local=4096),
 }
 
@@ -98,3 +99,5 @@ def test_a_small_model_over(tmp_path, tiny_model, tiny, setup):
     flags = {"prefiller": ["--chunk-size", str(setup.chunk)], "decoder": ["--local-prefill-tokens", str(setup.local)]}
     with Cluster(tmp_path, tiny_model, worker=worker, **flags) as cluster:
         run(cluster, reference, prompts)
+        moved = re.search(r'^kvferry_fabric{what="local_bytes"} (.*)$', cluster["prefiller0"].metrics(), re.MULTILINE)
+        assert (float(moved[1]) > 0) == (setup.provider == "auto"), "one host, and its pages took the wrong way"

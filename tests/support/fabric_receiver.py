@@ -13,7 +13,7 @@ import time
 import msgspec
 import numpy as np
 import xxhash
-from kvferry_fabric import TransferEngine
+from kvferry_fabric import SharedMemory, TransferEngine
 
 BIND = os.environ.get("KVFERRY_TEST_BIND", "127.0.0.1")
 
@@ -57,8 +57,9 @@ def obey(engine: TransferEngine, memory: np.ndarray, line: list[str]) -> object:
 
 def main(provider: str, size: int) -> None:
     """Serve until `quit` or the end of stdin."""
-    memory = np.zeros(size, np.uint8)
-    with TransferEngine(provider, incarnation=2, bind=BIND) as engine, engine.register(memoryview(memory)) as region:
+    shared = SharedMemory.create(size, "kvferry-test")
+    memory = np.frombuffer(shared.buffer, np.uint8)
+    with TransferEngine(provider, incarnation=2, bind=BIND) as engine, engine.register(shared) as region:
         print(json.dumps(msgspec.to_builtins(region.descriptor)), flush=True)  # noqa: T201 - the protocol
         for line in sys.stdin:
             words = line.split()

@@ -13,13 +13,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from kvferry_fabric import ChunkSchedule, Event, EventKind, Fabric, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, Event, EventKind, Fabric, SharedMemory, TransferEngine, runs
 from kvferry_fabric.in_memory import MemoryEngine, Network
 from kvferry_proto.memory import MemoryDescriptor
 
 ENDS = {EventKind.DONE, EventKind.CANCELLED, EventKind.FAILED}
 # A machine with a NIC runs the same tests over it: KVFERRY_TEST_PROVIDERS=efa, KVFERRY_TEST_BIND=<address of the NIC>.
-PROVIDERS = tuple(os.environ.get("KVFERRY_TEST_PROVIDERS", "tcp,net,shm").split(","))
+PROVIDERS = tuple(os.environ.get("KVFERRY_TEST_PROVIDERS", "tcp,net,shm,local").split(","))
+OVER_NICS = tuple(name for name in PROVIDERS if name != "local")
+"""Those where a write is in flight for a while."""
 BIND = os.environ.get("KVFERRY_TEST_BIND", "127.0.0.1")
 
 
@@ -80,15 +82,19 @@ class Pair:
         self.receiver = open_engine(provider, self.network, 2, **(receiver or {}))
         self.random = np.random.default_rng(seed)
         self.source = self.random.integers(0, 256, (layers, pages, page), dtype=np.uint8)
-        self.target = np.full((layers, pages, page), 0xA5, np.uint8)
+        self.memory = SharedMemory.create(self.source.nbytes, "kvferry-test")
+        self.target = np.frombuffer(self.memory.buffer, np.uint8).reshape(layers, pages, page)
+        self.target[:] = 0xA5
         self.region = self.sender.register(memoryview(self.source).cast("B"))
-        self.remote = self.receiver.register(memoryview(self.target).cast("B"))
-        self.peer = self.sender.connect(self.receiver.addresses)
+        self.remote = self.receiver.register(self.memory)
+        self.peer = self.sender.connect(self.receiver.addresses, self.receiver.seat)
         self.counter = self.sender.new_counter()
 
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
+        self.target = self.target.copy()  # the last view: the mapping goes with it
+        self.memory.close()
 
     def permuted(self, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Distinct random source and destination pages."""

@@ -1,9 +1,12 @@
 """The receiver: slots and pages of a transfer stay out of use until no write can reach them."""
 
+import errno
+
 import pytest
 from kvferry_decoder.receiver import Receiver, TransferState
 from kvferry_decoder.slots import SlotPool
 from kvferry_engine.allocator import PageAllocator
+from kvferry_fabric import FabricError
 from kvferry_node.states import IllegalMoveError
 from kvferry_proto.nodes import NodeRef, Peer
 
@@ -34,9 +37,14 @@ class FakeFabric:
 class FakeRegion:
     def __init__(self, fabric):
         self.fabric = fabric
+        self.refuses = 0
+        """errno with which it cannot be closed."""
 
     def close(self):
-        self.fabric.regions.remove(self)
+        if self.refuses:
+            raise FabricError("not now", self.refuses)
+        if self in self.fabric.regions:
+            self.fabric.regions.remove(self)
 
 
 @pytest.fixture
@@ -137,3 +145,28 @@ def test_two_keys_that_one_loss_closes(receiver, allocator, fabric):
         receiver.abandon(transfer, allocator.allocate(2))
     receiver.revoke([shared, later])
     assert (allocator.free_pages, receiver.slots.held, len(fabric.regions)) == (16, 0, 2)
+
+
+def test_pages_stay_in_quarantine_while_a_lost_prefiller_may_be_in_the_middle_of_a_copy(receiver, allocator, fabric):
+    pages = allocator.allocate(5)
+    lost = receiver.expect("a", ALICE, 8)
+    receiver.abandon(lost, pages)
+    first, second = lost.key.regions
+    first.refuses = errno.EAGAIN
+    receiver.revoke([lost])
+    for _ in range(3):
+        receiver.close_revoked()
+        assert (allocator.quarantined_pages, receiver.slots.held) == (5, 1)
+        assert first in fabric.regions
+        assert second not in fabric.regions
+    first.refuses = 0
+    receiver.close_revoked()
+    assert (allocator.quarantined_pages, receiver.slots.held, len(fabric.regions)) == (0, 0, 2)
+
+
+def test_a_key_that_cannot_be_closed_for_another_reason_is_an_error(receiver, allocator):
+    lost = receiver.expect("a", ALICE, 8)
+    receiver.abandon(lost, allocator.allocate(5))
+    lost.key.regions[0].refuses = errno.EBUSY
+    with pytest.raises(FabricError):
+        receiver.revoke([lost])

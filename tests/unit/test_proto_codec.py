@@ -14,7 +14,7 @@ from kvferry_proto.codec import MAX_FRAME_BYTES, MAX_FRAMES, MAX_HEADER_BYTES, W
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
-from kvferry_proto.memory import DomainMemory, MemoryDescriptor
+from kvferry_proto.memory import DomainMemory, LocalMemory, MemoryDescriptor
 from kvferry_proto.message import Message, Refused, RequestFailed
 from kvferry_proto.nodes import NodeRef, new_incarnation
 from kvferry_proto.timeline import PrefillTimeline
@@ -52,6 +52,7 @@ memory = st.builds(
     length=st.integers(0, 2**48),
     incarnation=st.integers(0, 2**53),
     domains=st.lists(domain_memory, min_size=1, max_size=8).map(tuple),
+    local=st.none() | st.builds(LocalMemory, seat=names, key=st.integers(0, 2**64 - 1)),
 )
 messages = st.one_of(
     st.builds(Generate, id=names, prompt_ids=st.none() | ints, prompt=st.none() | names),

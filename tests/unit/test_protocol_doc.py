@@ -24,6 +24,7 @@ SHAPES = [
     to_prefiller.KVLayout,
     memory.MemoryDescriptor,
     memory.DomainMemory,
+    memory.LocalMemory,
     to_router.SamplingParams,
     errors.RequestError,
     to_client.Usage,

@@ -17,6 +17,7 @@ from kvferry_fabric.in_memory.network import Network
 from kvferry_fabric.in_memory.slots import Slots
 from kvferry_fabric.in_memory.transfer import Handles, Transfer
 from kvferry_fabric.schedule import ChunkSchedule
+from kvferry_fabric.shared_memory import SharedMemory
 
 H = TypeVar("H", bound=Handle)
 
@@ -35,7 +36,8 @@ def _check_address(address: str) -> None:
 class MemoryEngine:
     """Everything happens within the call that causes it, or when the test tells the network."""
 
-    provider = "memory"
+    provider = pairing = "memory"
+    seat = ""
 
     def __init__(self, network: Network, *, incarnation: int, trace: bool = False) -> None:
         self.network, self.incarnation, self.trace = network, incarnation, trace
@@ -53,18 +55,18 @@ class MemoryEngine:
 
     # --- what the contract asks for ---
 
-    def register(self, buffer: memoryview) -> Region:
+    def register(self, memory: memoryview | SharedMemory) -> Region:
         """Register memory under a key that no other registration has."""
         self._check_open()
         self._keys += 1
-        return Region(self, buffer, self._keys)
+        return Region(self, memory.buffer if isinstance(memory, SharedMemory) else memory, self._keys)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         """Of its one domain."""
         return (self.address,)
 
-    def connect(self, addresses: tuple[str, ...]) -> PeerLink:
+    def connect(self, addresses: tuple[str, ...], seat: str = "") -> PeerLink:  # noqa: ARG002 - it has no seat
         """Prepare to write to an engine; whether there is one shows when something is written to it."""
         self._check_open()
         if len(addresses) != 1:
@@ -183,7 +185,7 @@ class MemoryEngine:
             regions=sum(isinstance(handle, Region) for handle in self.handles),
             peers=len(peers | {transfer.remote_address for transfer in self._transfers.values()}),
             counters=sum(isinstance(handle, Counter) for handle in self.handles),
-            stale_immediates=self._slots.stale, arrivals=self._slots.counted, sleeps=0, **self._totals,
+            stale_immediates=self._slots.stale, arrivals=self._slots.counted, local_bytes=0, sleeps=0, **self._totals,
         )  # fmt: skip
 
     def fault(self, kind: str, value: int) -> None:

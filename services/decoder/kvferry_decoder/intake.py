@@ -229,6 +229,7 @@ class Intake:
         for transfer in self._receiver.transfers:
             if transfer.awaits_confirmation and transfer.asked_at + self._retry_ns < at:
                 self._ask_to_cancel(transfer)
+        self._receiver.close_revoked()
         begun = {entry.transfer.peer.ref: entry.deadline - self._deadline_ns for entry in self._incoming.values()}
         for ref in {transfer.peer.ref for transfer in self._receiver.transfers}:
             if not alive(ref) and at - begun.get(ref, 0) > VIEW_LAG_NS:

@@ -14,11 +14,12 @@ the last healthy transfer that uses it is over.
 """
 
 import enum
+import errno
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvferry_engine.allocator import PageAllocator
-from kvferry_fabric import Fabric, RegionHandle
+from kvferry_fabric import Fabric, FabricError, RegionHandle
 from kvferry_node.states import StateMachine
 from kvferry_proto.nodes import NodeRef, Peer
 
@@ -150,7 +151,7 @@ class Receiver:
                 self._revoked.append(transfer.key)
         if self._key.revoked:
             self._key = MemoryKey(self._register())
-        self._close_revoked()
+        self.close_revoked()
 
     def _release(self, transfer: Transfer) -> None:
         transfer.machine.move(TransferState.OVER)
@@ -160,13 +161,36 @@ class Receiver:
         transfer.key.transfers.remove(transfer)
         self.slots.give_back(transfer.slot)
         if transfer.key.revoked:
-            self._close_revoked()
+            self.close_revoked()
 
-    def _close_revoked(self) -> None:
-        # One at a time: releasing the transfers of a key comes back here, and may close the others.
-        while key := next((key for key in self._revoked if all(one.lost for one in key.transfers)), None):
-            self._revoked.remove(key)
-            for region in key.regions:
-                region.close()
-            for transfer in list(key.transfers):
-                self._release(transfer)
+    def close_revoked(self) -> None:
+        """Close the revoked keys that no healthy transfer needs; to be called again now and then.
+
+        A key stays, and with it the quarantine, while a lost prefiller on this host is stopped in the middle of a copy:
+        once it runs again it may write the rest of that piece.
+        """
+        for key in self._revoked[:]:
+            # Looked at one by one: releasing the transfers of a key comes back here, and may close the others.
+            if key in self._revoked and all(transfer.lost for transfer in key.transfers) and _close(key):
+                self._end(key)
+
+    def _end(self, key: MemoryKey) -> None:
+        self._revoked.remove(key)
+        for transfer in list(key.transfers):
+            self._release(transfer)
+
+
+def _close(key: MemoryKey) -> bool:
+    """Close all that can be closed of a key's registrations; whether that was all of them."""
+    closed = [_close_region(region) for region in key.regions]
+    return all(closed)
+
+
+def _close_region(region: RegionHandle) -> bool:
+    try:
+        region.close()
+    except FabricError as error:
+        if error.code != errno.EAGAIN:
+            raise
+        return False
+    return True

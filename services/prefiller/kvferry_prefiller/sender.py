@@ -30,7 +30,7 @@ class Sender:
     def connect(self, request: Request) -> None:
         """Reach the memory of every destination rank. Raises FabricError."""
         for memory in request.order.memory:
-            request.peers.append(self._worker.fabric.connect(memory.addresses))
+            request.peers.append(self._worker.fabric.connect(memory.addresses, memory.seat))
 
     def disconnect(self, request: Request) -> None:
         """Let go of the destination: once no transfer of the request is left."""

@@ -60,9 +60,9 @@ def _log_dir(port: int) -> Path:
 @click.option("--zmq-port", type=click.IntRange(1, 65535), default=5555, help="Port of the ZeroMQ API.")
 @click.option(
     "--provider",
-    type=click.Choice(["auto", "tcp", "net", "shm", "verbs", "efa"]),
+    type=click.Choice(["auto", "tcp", "net", "shm", "local", "verbs", "efa"]),
     default="auto",
-    help="libfabric provider that carries the KV cache.",
+    help="What carries the KV cache: a libfabric provider, or local: shared memory.",
 )
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of weights and KV cache.")
 @click.option("--page-size", type=click.IntRange(min=1), default=16, help="Tokens in a KV page.")

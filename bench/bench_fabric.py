@@ -16,7 +16,7 @@ PARTS = ("stream", "ping", "post", "small", "bulk")
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--providers", default="tcp,net,shm", help="which providers, of those that are present")
+    parser.add_argument("--providers", default="tcp,net,shm,local", help="which providers, of those that are present")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which measurements: {','.join(PARTS)}")
     parser.add_argument("--case", default="", help='throughput cases whose name has this in it, as "4096-scattered"')
     parser.add_argument("--mib", type=int, default=256, help="memory that a round of a throughput case moves")

@@ -1,4 +1,4 @@
-"""fabric_limit.c, built and running: the raw limit of libfabric that the fabric is held against."""
+"""fabric_limit.c and memcpy_limit.c, built and running: the raw limits that the fabric is held against."""
 
 import json
 import os
@@ -9,26 +9,24 @@ from typing import Any
 
 from kvferry_fabric.native import _SETTINGS as LIBFABRIC_SETTINGS
 
-SOURCE = Path(__file__).parents[1] / "fabric_limit.c"
+SOURCES = {"fabric_limit": ("-lfabric",), "memcpy_limit": ()}
 LIBFABRIC_NAMES = {"tcp": "tcp;ofi_rxm", "verbs": "verbs;ofi_rxm"}
 
 
 def build(folder: Path) -> Path:
-    """Compile fabric_limit.c into `folder`; return the program."""
+    """Compile both programs into `folder`; return fabric_limit, which memcpy_limit lies beside."""
     compiler = os.environ.get("CC") or shutil.which("gcc") or "cc"
-    program = folder / "fabric_limit"
     flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror"]
-    subprocess.run([compiler, *flags, "-o", str(program), str(SOURCE), "-lfabric"], check=True)
-    return program
+    for name, libraries in SOURCES.items():
+        source = Path(__file__).parents[1] / f"{name}.c"
+        subprocess.run([compiler, *flags, "-o", str(folder / name), str(source), *libraries], check=True)
+    return folder / "fabric_limit"
 
 
-class Raw:
-    """One run of the program; it has connected and checked its bytes when the constructor returns."""
+class Limit:
+    """One run of a program; it has checked its bytes when the constructor returns."""
 
-    def __init__(self, program: Path, provider: str, mode: str, *, page: int, pages: int, depth: int) -> None:
-        """Write `pages` pages of so many bytes a round, one in a write, with `depth` writes in flight."""
-        name = LIBFABRIC_NAMES.get(provider, provider)
-        command = [str(program), name, mode, *(str(number) for number in (page, pages, depth, 1))]
+    def __init__(self, command: list[str]) -> None:
         environment = {**LIBFABRIC_SETTINGS, **os.environ}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -56,3 +54,20 @@ class Raw:
             if stream is not None:
                 stream.close()
         self.process.wait(20)
+
+
+class Raw(Limit):
+    """Plain libfabric."""
+
+    def __init__(self, program: Path, provider: str, mode: str, *, page: int, pages: int, depth: int) -> None:
+        """Write `pages` pages of so many bytes a round, one in a write, with `depth` writes in flight."""
+        name = LIBFABRIC_NAMES.get(provider, provider)
+        super().__init__([str(program), name, mode, *(str(number) for number in (page, pages, depth, 1))])
+
+
+class Copy(Limit):
+    """Plain memcpy, for peers on one host."""
+
+    def __init__(self, program: Path, *, page: int, pages: int) -> None:
+        """Copy `pages` scattered pages of so many bytes a round; `program` is what build() gave."""
+        super().__init__([str(program.with_name("memcpy_limit")), str(page), str(pages)])

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from kvferry_fabric import Event, EventKind, TransferEngine
+from kvferry_fabric import Event, EventKind, SharedMemory, TransferEngine
 from kvferry_proto.memory import MemoryDescriptor
 
 SEED = 11
@@ -160,9 +160,10 @@ def keep_to_core(index: int) -> None:
 def main(provider: str, size: int, options: dict[str, Any]) -> None:
     if options.pop("one_core", False):
         keep_to_core(-1)
-    memory = np.zeros(size, np.uint8)
+    shared = SharedMemory.create(size, "kvferry-bench")
+    memory = np.frombuffer(shared.buffer, np.uint8)
     memory[:] = 1
-    with TransferEngine(provider, incarnation=2, **options) as engine, engine.register(memoryview(memory)) as region:
+    with TransferEngine(provider, incarnation=2, **options) as engine, engine.register(shared) as region:
         print(json.dumps(msgspec.to_builtins(region.descriptor)), flush=True)
         for line in sys.stdin:
             print(json.dumps(obey(engine, memory, json.loads(line))), flush=True)

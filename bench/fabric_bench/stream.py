@@ -1,4 +1,4 @@
-"""Throughput: scattered pages, vectors and runs, against plain libfabric writing one page at a time."""
+"""Throughput: scattered pages, vectors and runs, against plain libfabric, or plain memcpy, one page at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 from kvferry_fabric import ChunkSchedule, EventKind, TransferEngine, runs
 
-from fabric_bench.raw import Raw
+from fabric_bench.raw import Copy, Limit, Raw
 from fabric_bench.receiver import SLOT, Receiver, random_memory, scattered, wait_events
 
 DEPTH = 128
@@ -45,7 +45,7 @@ class Ours:
         self.runs = runs(*scattered(self.pages, case.run))
         self.engine = TransferEngine(provider, incarnation=1, gather=0 if case.vectors else 1, **options)
         self.region = self.engine.register(memoryview(self.memory))
-        self.peer = self.engine.connect(receiver.descriptor.addresses)
+        self.peer = self.engine.connect(receiver.descriptor.addresses, receiver.descriptor.seat)
         self.writes = 0
 
     def round(self) -> float:
@@ -77,11 +77,19 @@ class Setting:
     rounds: int
 
 
+def limit(setting: Setting, case: Case) -> Limit:
+    """What the case is held against: the same pages through plain libfabric, or on one host through memcpy."""
+    pages = setting.size // case.page
+    if setting.provider == "local":
+        return Copy(setting.program, page=case.page, pages=pages)
+    return Raw(setting.program, setting.provider, "stream", page=case.page, pages=pages, depth=DEPTH)
+
+
 def measure(setting: Setting, receiver: Receiver, case: Case) -> dict[str, Any]:
     """One case: bytes first, then rounds of each side in turns."""
     size, provider = setting.size, setting.provider
     ours = Ours(provider, receiver, case, size)
-    raw = Raw(setting.program, provider, "stream", page=case.page, pages=size // case.page, depth=DEPTH)
+    raw = limit(setting, case)
     try:
         ours.round()
         receiver.check(case.page, case.run, ours.pages)

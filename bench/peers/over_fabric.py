@@ -3,7 +3,7 @@
 import select
 import time
 
-from kvferry_fabric import ChunkSchedule, Event, EventKind, Runs, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, Event, EventKind, Runs, SharedMemory, TransferEngine, runs
 from kvferry_proto.memory import MemoryDescriptor
 
 from peers.work import PATIENCE, Memory, TransferFailedError, Work
@@ -26,8 +26,10 @@ class FabricReceiver:
     def __init__(self, work: Work, provider: str) -> None:
         self.work = work
         self.engine = TransferEngine(provider, incarnation=2)
-        self.memory = Memory(work.size)
-        self.region = self.engine.register(memoryview(self.memory.bytes))
+        # As a decoder's pool: what peers on the host map with provider local, memory like any other without.
+        self.shared = SharedMemory.create(work.size, "kvferry-bench")
+        self.memory = Memory(work.size, self.shared.buffer)
+        self.region = self.engine.register(self.shared)
         self.card = self.region.descriptor
 
     def meet(self, sender: object) -> None:

@@ -44,9 +44,10 @@ class Work:
 class Memory:
     """Page-aligned memory of a process, touched. The sender's is random, the same random bytes in every process."""
 
-    def __init__(self, size: int) -> None:
-        self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.bytes = np.frombuffer(self._map, dtype=np.uint8)
+    def __init__(self, size: int, buffer: memoryview | None = None) -> None:
+        """`buffer`: memory to take instead of private memory of its own."""
+        self._buffer = buffer or mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.bytes = np.frombuffer(self._buffer, dtype=np.uint8)
         self.bytes[:] = 1
         self.address = int(self.bytes.ctypes.data)
 

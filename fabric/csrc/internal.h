@@ -190,6 +190,7 @@ typedef struct kf_transfer {
   uint32_t in_flight;
   uint64_t in_flight_bytes; /* posted, and not known to have landed */
   bool by_link;             /* to a peer on this host, without a domain */
+  uint64_t copied;          /* there, of a write that takes several turns */
   kf_path *path;            /* of the last write; it is kept to while `unsealed` */
   uint32_t unsealed;        /* writes posted after the last one whose completion means that it has landed */
   uint64_t unsealed_bytes;

@@ -26,22 +26,16 @@ static bool fits(const kf_map *map, const kf_batch *b) {
   return true;
 }
 
-/* At most KF_PIECE bytes, of however many parts, between two looks at whether the key still holds. */
-static int copy_batch(kf_board *board, const kf_map *map, const kf_batch *b) {
-  uint64_t room = 0;
+/* Copies bytes `from` to `to` of a write, KF_PIECE of them at most: the key is looked at once. */
+static int copy_range(kf_board *board, const kf_map *map, const kf_batch *b, uint64_t from, uint64_t to) {
   if (!fits(map, b)) return -ERANGE;
-  for (uint32_t i = 0; i < b->parts; i++) {
-    const char *from = b->local[i].iov_base;
-    unsigned char *to = map->start + b->remote[i].addr;
-    for (uint64_t left = b->local[i].iov_len, piece; left; left -= piece, from += piece, to += piece, room -= piece) {
-      if (room == 0) {
-        kf_copy_end();
-        if (!kf_board_enter(board, map->grant)) return -EACCES;
-        room = KF_PIECE;
-      }
-      piece = left < room ? left : room;
-      kf_copy(to, from, piece);
-    }
+  if (!kf_board_enter(board, map->grant)) return -EACCES;
+  uint64_t start = 0, end; /* of the part, in the write */
+  for (uint32_t i = 0; i < b->parts && start < to; i++, start = end) {
+    end = start + b->local[i].iov_len;
+    uint64_t first = from > start ? from - start : 0, last = (to < end ? to : end) - start;
+    if (first < last)
+      kf_copy(map->start + b->remote[i].addr + first, (const char *)b->local[i].iov_base + first, last - first);
   }
   kf_copy_end();
   kf_board_leave(board);
@@ -53,14 +47,19 @@ static int corrupt(kf_board *board, const kf_map *map, const kf_batch *b) {
   size_t middle = b->local[0].iov_len / 2;
   unsigned char byte = ((unsigned char *)b->local[0].iov_base)[middle] ^ 0xff;
   const kf_batch wrong = {.parts = 1, .local[0] = {&byte, 1}, .remote[0] = {.addr = b->remote[0].addr + middle}};
-  return copy_batch(board, map, &wrong);
+  return copy_range(board, map, &wrong, 0, 1);
 }
 
+/* -EINPROGRESS: a page larger than a piece is copied over several turns; its immediate follows the last. */
 static int write_batch(kf_engine *engine, kf_transfer *t, const kf_map *map, const kf_batch *b) {
   kf_board *board = t->plan.peer->link->board;
-  if (kf_faults_fail(&engine->faults)) return -EIO;
-  int rc = copy_batch(board, map, b);
-  if (rc == 0 && kf_faults_corrupt(&engine->faults)) rc = corrupt(board, map, b);
+  if (t->copied == 0 && kf_faults_fail(&engine->faults)) return -EIO;
+  uint64_t from = t->copied, to = b->bytes - from > KF_PIECE ? from + KF_PIECE : b->bytes;
+  int rc = copy_range(board, map, b, from, to);
+  if (rc) return rc;
+  t->copied = to < b->bytes ? to : 0;
+  if (t->copied) return -EINPROGRESS;
+  if (kf_faults_corrupt(&engine->faults)) rc = corrupt(board, map, b);
   if (rc == 0) kf_board_put(board, kf_immediate_pack(t->plan.slot, t->plan.generation, b->pages));
   return rc;
 }
@@ -81,15 +80,15 @@ static bool wait_or_fail(kf_engine *engine, kf_transfer *t, int rc) {
   return true;
 }
 
-/* One write: counted, and the transfer moved on. False once the transfer has left POSTING: it may be gone already. */
+/* One write: counted, and the transfer moved on. False if nothing more follows in this turn: a large page is not done
+ * yet, or the transfer has left POSTING, and may be gone already. */
 static bool write_next(kf_engine *engine, kf_transfer *t, const kf_map *map, uint64_t *bytes, uint64_t *now) {
   kf_batch b;
   kf_batch_fill(engine, t, NULL, &b);
+  if (t->node.event.first_post_ns == 0) t->node.event.first_post_ns = *now;
   int rc = write_batch(engine, t, map, &b);
-  if (rc) {
-    fail(engine, t, -rc);
-    return false;
-  }
+  if (rc && rc != -EINPROGRESS) fail(engine, t, -rc);
+  if (rc) return false;
   bool goes_on = b.run < t->plan.run_count || t->layer + 1 < t->layers_seen;
   kf_post_account(engine, t, &b, *now);
   *now = t->node.event.last_completion_ns = kf_now();

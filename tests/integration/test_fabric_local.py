@@ -315,3 +315,29 @@ def test_a_stranger_at_the_seat_is_not_listened_to(sender) -> None:
         assert other.ask("wait 15") == ["ARRIVED"]
         sender.close()
         rig.until(lambda: open_fds(other.process) == fds, "the strangers' ends to be closed")
+
+
+def test_a_page_larger_than_a_piece_leaves_turns_to_others(sender) -> None:
+    """A small transfer that starts behind a page of 64 MiB is over before it."""
+    large = np.random.default_rng(1).integers(0, 256, 64 << 20, dtype=np.uint8)
+    small = np.random.default_rng(2).integers(0, 256, 4096, dtype=np.uint8)
+    counter = sender.new_counter()
+    with (
+        TransferEngine("local", incarnation=2) as receiver,
+        SharedMemory.create(large.nbytes, "test") as first,
+        SharedMemory.create(small.nbytes, "test") as second,
+    ):
+        regions = receiver.register(first), receiver.register(second)
+        sources = sender.register(memoryview(large)), sender.register(memoryview(small))
+        receiver.expect(1, 1, 1)
+        receiver.expect(2, 1, 1)
+        page = large.nbytes
+        behind = {"counter": counter, "first_value": 1}
+        slow = schedule(sender, sources[0], regions[0].descriptor, np.arange(1), page, **behind)
+        quick = schedule(sender, sources[1], regions[1].descriptor, np.arange(1), slot=2, **behind)
+        counter.bump()
+        assert [event.transfer for event in rig.take(sender, rig.ENDS, 2)] == [quick, slow]
+        assert {event.pages for event in rig.take(receiver, {EventKind.ARRIVED}, 2)} == {1}
+        assert first.buffer == memoryview(large)
+        assert second.buffer == memoryview(small)
+        receiver.close()

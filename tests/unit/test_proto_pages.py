@@ -1,6 +1,7 @@
 """Page tables, block hashes, immediates, layouts and the shard plan."""
 
 import itertools
+from collections import Counter
 
 import msgspec
 import pytest
@@ -220,6 +221,56 @@ def test_replicas_share_the_writes(heads, source_ranks, destination_ranks, laten
         holders = range(first, first + source.replicas)
         sent = [sum(piece.source_rank == holder for piece in pieces) for holder in holders]
         assert max(sent) - min(sent) <= max(1, source.heads_per_rank)
+
+
+@st.composite
+def layout_pairs(draw):
+    """Any two shardings of any cache, and whose turn it is."""
+    heads = draw(st.integers(1, 48))
+    ranks = [ranks for ranks in range(1, 97) if not (heads % ranks and ranks % heads)]
+    shape = {
+        "head_dim": draw(st.integers(1, 256)),
+        "page_size": draw(st.integers(1, 128)),
+        "dtype": draw(st.sampled_from(sorted(DTYPE_BYTES))),
+        "latent": heads == 1 and draw(st.booleans()),
+    }
+    source, destination = (layout(heads, draw(st.sampled_from(ranks)), **shape) for _ in range(2))
+    return source, destination, draw(st.integers(0, 1023))
+
+
+@given(layout_pairs())
+def test_any_two_layouts_tile_every_destination_page_with_the_fewest_writes(pair):
+    source, destination, turn = pair
+    pieces = plan(source, destination, turn=turn)
+    assert len(pieces) == len(plan(source, destination))
+    size = source.head_bytes
+    for rank in range(destination.ranks):
+        of_rank = sorted(
+            (piece for piece in pieces if piece.destination_rank == rank), key=lambda p: p.destination_offset
+        )
+        assert arrivals_per_page(pieces, rank) == len(of_rank)
+        at = 0
+        for piece in of_rank:
+            assert piece.destination_offset == at
+            assert 0 <= piece.source_offset < piece.source_offset + piece.length <= source.page_bytes
+            # The same head on both sides.
+            there = source.first_head(piece.source_rank) * size + piece.source_offset
+            assert there == destination.first_head(rank) * size + piece.destination_offset
+            at += piece.length
+        assert at == destination.page_bytes
+        first = destination.first_head(rank)
+        blocks = {head // source.heads_per_rank for head in range(first, first + destination.heads_per_rank)}
+        assert len(of_rank) == len(blocks)
+
+
+@given(layout_pairs())
+def test_over_the_turns_every_replica_sends_equally_often(pair):
+    source, destination, turn = pair
+    sent = Counter(
+        piece.source_rank for step in range(source.replicas) for piece in plan(source, destination, turn=turn + step)
+    )
+    for first in range(0, source.ranks, source.replicas):
+        assert len({sent[rank] for rank in range(first, first + source.replicas)}) == 1
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ class BatchLoop:
         on_broken: Callable[[Request, str], None],
         on_refused: Callable[[Request, str], None],
     ) -> None:
-        """`admit` is called before each step; `on_broken` says which request failed in it, and why, and `on_refused`
-        whose grammar took too much."""
+        """`admit` is called before each step and while one computes. `on_broken` says which request failed in a step,
+        and why; `on_refused` whose grammar took too much."""
         self._worker = worker
         self._scheduler = scheduler
         self._metrics = metrics
@@ -42,10 +42,23 @@ class BatchLoop:
         self._on_refused = on_refused
         self._masker = Masker(worker.config.vocab_size)
         self._work = asyncio.Event()
+        self._stepping = False
+        self._looking = False
 
     def wake(self) -> None:
-        """Something has changed: there may be a step to run."""
+        """Something has changed: there may be a step to run, and somebody to admit.
+
+        Nobody waits for a step's end to be admitted: a prefiller that is asked at once begins that much earlier.
+        """
         self._work.set()
+        if self._stepping and not self._looking:
+            self._looking = True
+            asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = False
+        if self._stepping:
+            self._admit()
 
     async def run(self) -> None:
         """Decode until cancelled."""
@@ -66,6 +79,7 @@ class BatchLoop:
         inputs = step.plan(slices)
         masks = self._masker.begin(inputs.matchers)
         began = now()
+        self._stepping = True
         try:
             drawn = await self._worker.compute(functools.partial(step.run, self._worker, inputs, masks))
         except Exception as error:  # noqa: BLE001  # whatever breaks a step fails its requests, not the decoder
@@ -74,6 +88,8 @@ class BatchLoop:
             for piece in slices:
                 self._on_broken(piece.request, f"the forward pass failed: {error}")
             return
+        finally:
+            self._stepping = False
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe((now() - began) / 1e9)
         self._scheduler.finish_step(slices)

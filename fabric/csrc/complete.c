@@ -12,6 +12,7 @@ static void retire(kf_engine *engine, kf_write *write, uint64_t now) {
   if (write->flipped) *write->flipped ^= 0xff; /* the source is right again */
   kf_path_sub(write->path, write->bytes);
   kf_sub(&write->path->domain->in_flight, 1);
+  write->path->in_flight--;
   kf_sub(&engine->in_flight, 1);
   transfer->in_flight_bytes -= write->bytes;
   transfer->in_flight--;
@@ -25,6 +26,7 @@ static void retire(kf_engine *engine, kf_write *write, uint64_t now) {
 static void complete(kf_engine *engine, kf_write *write, uint64_t now) {
   if (!write || !write->transfer) return;
   kf_transfer *transfer = write->transfer;
+  kf_path_completed(write->path, now);
   retire(engine, write, now);
   kf_transfer_settle(engine, transfer);
 }
@@ -43,15 +45,17 @@ static void complete_all(kf_engine *engine, const struct fi_cq_data_entry *entri
 /* A write that ended in an error, with what libfabric and the provider say about it. */
 static void complete_failed(kf_engine *engine, kf_write *write, int error, int provider_code) {
   kf_transfer *transfer = write->transfer;
-  char text[KF_TEXT];
+  char text[KF_TEXT], way[KF_WAY];
+  kf_path_name(transfer, write->path, way, sizeof way);
+  kf_path_failed(engine, write->path);
   retire(engine, write, kf_now());
   kf_transfer_lose(transfer);
   if (error == FI_ECANCELED) { /* the provider flushed it with its connection */
     error = ECONNRESET;
-    snprintf(text, sizeof text, "connection to the receiver was lost with the write in flight: the receiver has died, "
-             "or refused the memory key (provider code %d)", provider_code);
+    snprintf(text, sizeof text, "%s: connection lost with writes in flight: the receiver has died or refused the key, or the "
+             "link is down (provider code %d)", way, provider_code);
   } else {
-    snprintf(text, sizeof text, "write did not complete: %s (provider code %d)", fi_strerror(error), provider_code);
+    snprintf(text, sizeof text, "%s: write did not complete: %s (provider code %d)", way, fi_strerror(error), provider_code);
   }
   kf_transfer_stop(engine, transfer, KF_END_FAILED, error, text);
 }

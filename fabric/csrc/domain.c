@@ -43,6 +43,9 @@ static int open_all(kf_domain *d, const kf_options *options, kf_error *error) {
                {open_endpoint, "endpoint"}};
   d->provider = kf_provider_find(options->provider);
   if (!d->provider) return kf_fail(error, -FI_EINVAL, "provider '%s' is not known", options->provider);
+  if (options->domains > 1 && !d->provider->over_ip)
+    return kf_fail(error, -FI_EINVAL, "provider '%s' binds to no address, so that it has one domain: name one address, not %u",
+                   options->provider, options->domains);
   int rc = kf_provider_info(d->provider, d->bind, &d->info);
   if (rc)
     return kf_fail(error, rc, "libfabric on this machine offers no provider '%s' (bind address %s): %s", options->provider,
@@ -53,6 +56,7 @@ static int open_all(kf_domain *d, const kf_options *options, kf_error *error) {
     if ((rc = steps[i].open(d)))
       return kf_fail(error, rc, "cannot open the %s of provider '%s' (bind address %s): %s", steps[i].what,
                      options->provider, d->bind, fi_strerror(-rc));
+  kf_link_find(d);
   return 0;
 }
 
@@ -88,7 +92,8 @@ bool kf_domains_have_fds(const kf_engine *engine) {
 int kf_domain_stats(kf_engine *engine, uint32_t index, kf_domain_values *values) {
   if (index >= engine->domain_count) return -EINVAL;
   const kf_domain *d = &engine->domains[index];
-  *values = (kf_domain_values){.in_flight_writes = atomic_load(&d->in_flight),
+  *values = (kf_domain_values){.out = atomic_load(&d->out),
+                               .in_flight_writes = atomic_load(&d->in_flight),
                                .in_flight_bytes = atomic_load(&d->in_flight_bytes),
                                .writes = atomic_load(&d->total_writes),
                                .bytes = atomic_load(&d->total_bytes)};

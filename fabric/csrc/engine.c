@@ -163,5 +163,6 @@ void kf_stats(kf_engine *e, kf_stats_values *values) {
                               .local_bytes = atomic_load(&e->local_bytes),
                               .arrivals = atomic_load(&e->slots.counted),
                               .errors = atomic_load(&e->errors),
-                              .sleeps = atomic_load(&e->sleeps)};
+                              .sleeps = atomic_load(&e->sleeps),
+                              .outages = atomic_load(&e->outages)};
 }

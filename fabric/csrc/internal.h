@@ -9,6 +9,7 @@
 #include "kf.h"
 
 #include <errno.h>
+#include <net/if.h>
 #include <pthread.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -24,6 +25,7 @@
 #define KF_ADDRESS_MAX 256
 #define KF_GATHER_MAX 8
 #define KF_CACHE_LINE 64
+#define KF_WAY 96 /* text that names a path */
 
 /* ---- provider.c: what differs between providers ---- */
 typedef struct {
@@ -31,6 +33,7 @@ typedef struct {
   const char *prov;     /* what libfabric calls it */
   uint64_t mr_mode;     /* memory registration modes that we can serve */
   bool over_ip;         /* binds to an IP address */
+  bool over_sockets;    /* its connections are TCP sockets of this process */
   bool has_wait_fd;     /* its completion queue can wake poll() */
   uint64_t msg_order;   /* FI_ORDER_WAW: writes to one peer land in the order in which they were posted */
 } kf_provider;
@@ -38,6 +41,17 @@ typedef struct {
 const kf_provider *kf_provider_find(const char *name);
 bool kf_provider_peer_dead(const kf_provider *provider, const unsigned char *address);
 int kf_provider_info(const kf_provider *provider, const char *bind, struct fi_info **info);
+
+/* ---- health.c: whether a domain, or a path, is used ---- */
+typedef enum { KF_HEALTHY, KF_OUT, KF_TRIED, KF_HEALTHS } kf_health_state;
+
+typedef struct {
+  kf_health_state state;
+  uint64_t out_since_ns;
+  uint64_t pause_ns; /* before it is tried again; doubles with every time that this was in vain */
+} kf_health;
+
+bool kf_health_allows(kf_health_state from, kf_health_state to);
 
 /* ---- domain.c: a NIC, or what stands for one: the libfabric objects that an engine has for it ---- */
 typedef struct {
@@ -51,8 +65,12 @@ typedef struct {
   struct fid_av *av;
   struct fid_ep *ep;
   int wait_fd;  /* -1: none */
+  char interface[IF_NAMESIZE]; /* that has its address; "": not known */
+  bool link_down;
+  kf_health health;
+  _Atomic bool out; /* link_down, for other threads */
   bool ordered; /* a write that is known to have landed has everything before it landed too */
-  unsigned char address[KF_ADDRESS_MAX];
+  _Alignas(max_align_t) unsigned char address[KF_ADDRESS_MAX]; /* it may hold a struct sockaddr */
   size_t address_length;
   _Atomic uint64_t in_flight;       /* writes */
   _Atomic uint64_t in_flight_bytes; /* posted, and not known to have landed */
@@ -132,8 +150,13 @@ typedef struct {
   kf_domain *domain;
   uint32_t remote; /* index of the peer's domain */
   fi_addr_t address;
+  kf_health health;
+  uint32_t in_flight; /* writes */
   uint64_t in_flight_bytes;
   uint64_t carried_bytes;
+  uint64_t progress_ns;      /* last completion, or post into silence */
+  uint64_t refused_ns;       /* when it last took no write; 0: it took the last one */
+  uint64_t refused_since_ns; /* the first such time with nothing in flight */
 } kf_path;
 
 typedef struct {
@@ -164,9 +187,19 @@ kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, u
                          kf_error *error);
 int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error);
 void kf_peers_close(kf_engine *engine);
+void kf_health_check(kf_engine *engine, uint64_t now);
+void kf_path_failed(kf_engine *engine, kf_path *path);
+void kf_path_completed(kf_path *path, uint64_t now);
+void kf_path_refused(kf_engine *engine, kf_path *path);
+bool kf_path_rests(const kf_path *path);
+bool kf_path_usable(const kf_path *path);
+void kf_link_find(kf_domain *domain);
+bool kf_link_is_up(const char *interface);
+int kf_sockets_abort(const kf_domain *domain, const kf_address_bytes *peer);
 void kf_path_add(kf_path *path, uint64_t bytes);
 void kf_path_sub(kf_path *path, uint64_t bytes);
 kf_path *kf_paths_choose(const kf_engine *engine, const kf_peer *peer);
+bool kf_paths_left(const kf_peer *peer);
 void kf_memory_revoke(kf_engine *engine);
 bool kf_memory_at_rest(kf_engine *engine);
 void kf_memory_close(kf_engine *engine);
@@ -226,6 +259,7 @@ void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what);
 void kf_transfer_lose(kf_transfer *transfer);
 void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer);
+const char *kf_path_name(const kf_transfer *transfer, const kf_path *path, char *text, size_t room);
 
 /* ---- schedule.c, post.c, complete.c ---- */
 int kf_schedule_check(const kf_schedule *plan, kf_error *error);
@@ -356,6 +390,7 @@ struct kf_engine {
   uint64_t crowded_until_ns;
   uint64_t nap_ns;
   uint64_t dead_check_ns;
+  uint64_t health_check_ns;
 
   _Atomic uint64_t active_transfers;
   _Atomic uint64_t held_transfers;
@@ -369,6 +404,7 @@ struct kf_engine {
   _Atomic uint64_t local_bytes;
   _Atomic uint64_t errors;
   _Atomic uint64_t sleeps;
+  _Atomic uint64_t outages;
 };
 
 void *kf_thread_main(void *engine);

@@ -43,6 +43,7 @@ typedef struct {
   uint32_t window;          /* the same in writes */
   uint32_t gather;          /* scattered pages in one write; 0: as many as the provider takes */
   uint64_t stall_ns;        /* a transfer that cannot post anything for this long fails */
+  uint64_t silence_ns;      /* a connection with writes in flight that confirms none for this long is cut */
   int trace;                /* keep per-layer times */
 } kf_options;
 
@@ -107,6 +108,7 @@ typedef struct {
 } kf_event;
 
 typedef struct {
+  uint64_t out; /* 1: its link is down */
   uint64_t in_flight_writes;
   uint64_t in_flight_bytes;
   uint64_t writes; /* posted */
@@ -129,6 +131,7 @@ typedef struct {
   uint64_t arrivals; /* immediates that counted */
   uint64_t errors;
   uint64_t sleeps;
+  uint64_t outages; /* times that a domain, or the way to a peer's, was taken out */
 } kf_stats_values;
 
 enum kf_fault_kind { KF_FAULT_CORRUPT = 1, KF_FAULT_DELAY = 2, KF_FAULT_FAIL = 3 };

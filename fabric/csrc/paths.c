@@ -1,6 +1,8 @@
 /* Which way the next turn of a transfer goes: over the domain, ours and the peer's, that has the least to do. */
 #include "internal.h"
 
+#include <stdio.h>
+
 /* Domains of the two sides belong together by number, as cables do; the longer side's are dealt out to the shorter's. */
 static bool belongs(const kf_engine *engine, const kf_peer *peer, const kf_path *path) {
   uint32_t fewer = engine->domain_count < peer->domains ? engine->domain_count : peer->domains;
@@ -22,13 +24,42 @@ static bool is_better(const kf_path *path, const kf_path *best) {
   return flying < other || (flying == other && carried < other_carried);
 }
 
+/* Lower is better. Another domain of the peer than its own helps a domain of ours only where no pair is left. */
+static int rank(const kf_engine *engine, const kf_peer *peer, const kf_path *path) {
+  bool pair = belongs(engine, peer, path);
+  if (kf_path_usable(path)) return pair ? (kf_path_rests(path) ? 1 : 0) : 2;
+  return pair ? 3 : 4;
+}
+
 kf_path *kf_paths_choose(const kf_engine *engine, const kf_peer *peer) {
+  if (peer->path_count == 1) return &peer->paths[0];
   kf_path *best = NULL;
+  int best_rank = 0;
   for (uint32_t i = 0; i < peer->path_count; i++) {
     kf_path *path = &peer->paths[i];
-    if (belongs(engine, peer, path) && (!best || is_better(path, best))) best = path;
+    int here = rank(engine, peer, path);
+    if (best && (here > best_rank || (here == best_rank && !is_better(path, best)))) continue;
+    best = path;
+    best_rank = here;
   }
   return best;
+}
+
+bool kf_paths_left(const kf_peer *peer) {
+  for (uint32_t i = 0; i < peer->path_count; i++)
+    if (kf_path_usable(&peer->paths[i])) return true;
+  return false;
+}
+
+/* For people: which of our domains, by the address it is bound to, and which address of the peer. */
+const char *kf_path_name(const kf_transfer *transfer, const kf_path *path, char *text, size_t room) {
+  char peer[KF_WAY / 2];
+  size_t length = sizeof peer;
+  const kf_address_bytes *address = &transfer->plan.peer->addresses[path->remote];
+  (void)fi_av_straddr(path->domain->av, address->bytes, peer, &length);
+  peer[sizeof peer - 1] = 0;
+  snprintf(text, room, "domain %u (%s) to %s", path->domain->index, path->domain->bind, peer);
+  return text;
 }
 
 void kf_path_add(kf_path *path, uint64_t bytes) {

@@ -48,6 +48,8 @@ static void take_off(kf_engine *engine, kf_transfer *t, kf_path *path, kf_write 
   t->unsealed_bytes = seal ? 0 : t->unsealed_bytes + bytes;
   t->unsealed = seal ? 0 : t->unsealed + 1;
   t->in_flight++;
+  if (path->in_flight++ == 0) path->progress_ns = kf_now();
+  path->refused_ns = path->refused_since_ns = 0;
   t->in_flight_bytes += bytes;
   t->stalled_ns = 0;
   kf_path_add(path, bytes);
@@ -82,9 +84,10 @@ void kf_post_advance(kf_engine *engine, kf_transfer *t, const kf_batch *b) {
     kf_transfer_move(t, KF_WAITING);
 }
 
-static void fail(kf_engine *engine, kf_transfer *t, int error) {
-  char text[KF_TEXT];
-  snprintf(text, sizeof text, "write of layer %u could not be posted: %s", t->layer, fi_strerror(error));
+static void fail(kf_engine *engine, kf_transfer *t, const kf_path *path, int error) {
+  char text[KF_TEXT], way[KF_WAY];
+  snprintf(text, sizeof text, "%s: write of layer %u could not be posted: %s",
+           kf_path_name(t, path, way, sizeof way), t->layer, fi_strerror(error));
   kf_transfer_stop(engine, t, KF_END_FAILED, error, text);
 }
 
@@ -137,12 +140,14 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
     if (!now && t->post_ns && t->post_ns[t->layer] == 0) now = kf_now();
     ssize_t rc = post_with_faults(engine, t, path, &b, write, seal);
     if (rc == -FI_EAGAIN) {
-      if (kf_post_stalled_too_long(engine, t)) fail(engine, t, FI_ETIMEDOUT);
+      kf_path_refused(engine, path);
+      if (kf_post_stalled_too_long(engine, t)) fail(engine, t, path, FI_ETIMEDOUT);
       break;
     }
     if (rc) {
       write->flipped = NULL;
-      fail(engine, t, (int)-rc);
+      kf_path_failed(engine, path);
+      if (!kf_paths_left(t->plan.peer)) fail(engine, t, path, (int)-rc); /* else it goes another way: it has not left */
       return true;
     }
     take_off(engine, t, path, write, b.bytes, seal);
@@ -180,7 +185,8 @@ static bool flush(kf_engine *engine, kf_transfer *t) {
 
 static bool turn(kf_engine *engine, kf_transfer *t) {
   if (t->by_link) return t->state == KF_POSTING && kf_local_turn(engine, t);
-  if (t->state == KF_POSTING) return post_turn(engine, t);
+  bool leaves = t->unsealed && !kf_path_usable(t->path) && kf_paths_left(t->plan.peer);
+  if (t->state == KF_POSTING) return leaves ? flush(engine, t) : post_turn(engine, t);
   return t->state == KF_DRAINING && t->unsealed && flush(engine, t);
 }
 

@@ -13,12 +13,12 @@
  * FI_DELIVERY_COMPLETE: of every write, or, where writes to one peer land in order (FI_ORDER_WAW), of the last in a turn.
  * efa's datagrams take many paths; verbs would keep the order, on its reliable connections, but has not been tried. */
 static const kf_provider table[] = {
-    {"efa", "efa", MODES_NIC, false, true, 0},
-    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, true, 0},
-    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, FI_ORDER_WAW},
+    {"efa", "efa", MODES_NIC, false, false, true, 0},
+    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, 0},
+    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, FI_ORDER_WAW},
     /* net has an fd, but in 1.17 it stays readable once a connection stands: sleeping on it would never sleep */
-    {"net", "net", MODES_NIC, true, false, FI_ORDER_WAW},
-    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, FI_ORDER_WAW},
+    {"net", "net", MODES_NIC, true, true, false, FI_ORDER_WAW},
+    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, FI_ORDER_WAW},
 };
 
 const kf_provider *kf_provider_find(const char *name) {

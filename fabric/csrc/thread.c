@@ -154,6 +154,7 @@ static void serve(kf_engine *e) {
   while (!atomic_load_explicit(&e->stopping, memory_order_relaxed)) {
     bool progress = round_of_work(e) || receivers_died(e, last);
     uint64_t now = kf_now();
+    if (atomic_load_explicit(&e->active_transfers, memory_order_relaxed)) kf_health_check(e, now);
     if (progress) {
       learn_step(e, now - last);
       last = now;

@@ -50,6 +50,7 @@ void kf_transfer_free(kf_transfer *transfer) {
 }
 
 void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer) {
+  kf_health_check(engine, kf_now());
   transfer->plan.region->readers++;
   transfer->plan.peer->users++;
   transfer->by_link = transfer->plan.peer->link && transfer->plan.remote.local_key;

@@ -67,6 +67,7 @@ class TransferEngine:
         window: int = 128,
         window_bytes: int = 8 << 20,
         stall_seconds: float = 2.0,
+        silence_seconds: float = 5.0,
     ) -> None:
         """Open an endpoint in every domain and start the thread of them all.
 
@@ -82,6 +83,7 @@ class TransferEngine:
             gather: scattered pages in one write; 0 means as many as the provider takes.
             window: writes in flight in a domain at most, over all transfers.
             window_bytes: no more writes are posted to a domain while this many bytes are in flight there.
+            silence_seconds: a connection that confirms none of its writes for this long is cut; their transfers fail.
             stall_seconds: a transfer that cannot post anything for this long, because its peer takes nothing, fails.
 
         Raises FabricUnavailableError if the extension or provider is missing, FabricError if it cannot be opened.
@@ -98,6 +100,7 @@ class TransferEngine:
             "window": window,
             "gather": gather,
             "stall_ns": int(stall_seconds * 1e9),
+            "silence_ns": int(silence_seconds * 1e9),
             "trace": trace,
             "local": provider in {"auto", LOCAL},
         }

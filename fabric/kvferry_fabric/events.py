@@ -60,8 +60,10 @@ class Event:
 
 
 class DomainStats(NamedTuple):
-    """Counts of one domain (NIC). The first two are what is in flight now."""
+    """Counts of one domain (NIC)."""
 
+    out: int
+    """1 while its link is down: it is not used, unless there is no other."""
     in_flight_writes: int
     in_flight_bytes: int
     """Posted, and not known to have landed."""
@@ -92,3 +94,5 @@ class EngineStats(NamedTuple):
     errors: int
     sleeps: int
     """Times the thread went to sleep."""
+    outages: int = 0
+    """Times that a domain, or the way to a peer's domain, was taken out of use; each is tried again later."""

@@ -49,7 +49,7 @@ static void close_side(side *s) {
 static side open_side(int fill, uint32_t domains) {
   const char *binds[] = {"127.0.0.1", "127.0.0.2", "127.0.0.3"};
   kf_options options = {.provider = provider, .binds = binds, .domains = local ? 0 : domains, .local = local, .spin_ns = 20000, .max_write_bytes = 1 << 16,
-                        .window_bytes = 1 << 18, .window = 16, .stall_ns = 5000000000u, .trace = 1};
+                        .window_bytes = 1 << 18, .window = 16, .stall_ns = 5000000000u, .silence_ns = 5000000000u, .trace = 1};
   kf_error error;
   side s = {.engine = kf_open(&options, &error)};
   s.memory = open_memory(&s.fd);
@@ -153,7 +153,8 @@ static void cancels_from_another_thread(side *from, side *to, kf_peer *peer) {
   }
   atomic_store(&stop, 1);
   CHECK(pthread_join(bumper, NULL) == 0);
-  CHECK(kinds[KF_DONE] > 0 && kinds[KF_FAILED] == 1 && kinds[KF_DONE] + kinds[KF_CANCELLED] + 1 == TRANSFERS);
+  int failed = peer->path_count <= 1; /* with several ways, what one does not take goes by another */
+  CHECK(kinds[KF_DONE] > 0 && kinds[KF_FAILED] == failed && kinds[KF_DONE] + kinds[KF_CANCELLED] + failed == TRANSFERS);
 }
 
 /* One side goes away while the other is writing to it, and then the writer in the middle of its failed transfers. */

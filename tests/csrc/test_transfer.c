@@ -16,6 +16,12 @@ static void only_draining_leads_to_an_end(void) {
   CHECK(kf_state_allows(KF_WAITING, KF_DRAINING) && kf_state_allows(KF_POSTING, KF_DRAINING));
 }
 
+static void what_is_out_is_tried_before_it_is_healthy(void) {
+  CHECK(kf_health_allows(KF_HEALTHY, KF_OUT) && kf_health_allows(KF_TRIED, KF_OUT));
+  CHECK(kf_health_allows(KF_OUT, KF_TRIED) && kf_health_allows(KF_TRIED, KF_HEALTHY));
+  CHECK(!kf_health_allows(KF_OUT, KF_HEALTHY) && !kf_health_allows(KF_HEALTHY, KF_TRIED));
+}
+
 static char memory[4096];
 static kf_region region = {.start = memory, .length = sizeof memory};
 static kf_peer peer = {.domains = 1};
@@ -78,6 +84,7 @@ static void schedules_are_checked(void) {
 
 int main(void) {
   only_draining_leads_to_an_end();
+  what_is_out_is_tried_before_it_is_healthy();
   ids_are_never_used_twice();
   schedules_are_checked();
   return 0;

@@ -84,10 +84,31 @@ def test_a_domain_that_is_not_of_this_host_is_named_and_nothing_is_left() -> Non
         TransferEngine("tcp", incarnation=1, domains=("127.0.0.1", "192.0.2.1"))
 
 
+def test_a_provider_without_addresses_has_one_domain() -> None:
+    with pytest.raises(FabricError, match="'shm' binds to no address"):
+        TransferEngine("shm", incarnation=1, domains=NICS)
+
+
 @pytest.mark.parametrize("count", [0, 9])
 def test_a_peer_of_no_or_too_many_domains_is_refused(count) -> None:
     with (
         TransferEngine("tcp", incarnation=1) as engine,
-        pytest.raises(FabricError, match=f"1 to 8 addresses, not {count}"),
+        pytest.raises(FabricError, match=f"1 to 8 addresses of domains, not {count}"),
     ):
         engine.connect(engine.addresses * count)
+
+
+def test_a_write_that_a_domain_does_not_take_goes_by_another(pair) -> None:
+    source, target = pair.permuted(256)
+    ours = len(pair.sender.domain_stats())
+    pair.sender.fault("fail", 70)
+    pair.receiver.expect(1, 1, 256 * pair.layers)
+    pair.sender.schedule_layers(pair.chunk(source, target, counter=None))
+    ended = rig.end_of(pair.sender)
+    if ours == 1 and len(pair.peer.addresses) == 1:
+        assert (ended.kind, "domain 0 (127.0.0.1) to fi_sockaddr" in ended.text) == (EventKind.FAILED, True)
+        return
+    assert ended.kind is EventKind.DONE, ended
+    assert rig.take(pair.receiver, {EventKind.ARRIVED})[0].pages == 256 * pair.layers, "no page is counted twice"
+    np.testing.assert_array_equal(pair.target, pair.expected(source, target))
+    assert pair.sender.stats().outages == 1

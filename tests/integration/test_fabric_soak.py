@@ -1,6 +1,7 @@
 """Hundreds of transfers with cancels and faults: when idle, the engine holds nothing, and closing leaves nothing."""
 
 import gc
+import os
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ import fabric_rig as rig
 import fabric_soak
 import numpy as np
 import pytest
-from kvferry_fabric import EventKind, TransferEngine
+from kvferry_fabric import ChunkSchedule, EventKind, TransferEngine, runs
 
 TRANSFERS = 300
 SLOTS = 24
@@ -89,6 +90,84 @@ def test_three_hundred_transfers_with_cancels_leave_nothing(provider) -> None:
         handle.close()
     assert held(pair.sender) == held(pair.receiver) == {}
     pair.close()
+    assert held_by_process() == before
+
+
+class Kills:
+    """Transfers over two domains to three receivers, with cancels, and with receivers closed under them."""
+
+    def __init__(self, transfers: int) -> None:
+        self.random = np.random.default_rng(11)
+        self.left, self.ended = transfers, 0
+        self.sender = TransferEngine("tcp", incarnation=1, domains=("127.0.0.1", "127.0.0.2"), gather=1)
+        self.source = self.random.integers(0, 256, (64, 4096), dtype=np.uint8)
+        self.region = self.sender.register(memoryview(self.source).cast("B"))
+        self.receivers = [self.receiver(number) for number in range(3)]
+        self.live: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+
+    def receiver(self, number: int):
+        """An engine of one to three domains with its memory, and the way to it."""
+        engine = TransferEngine("tcp", incarnation=2, domains=("127.0.0.1", "127.0.0.3", "127.0.0.4")[: 1 + number % 3])
+        target = np.zeros_like(self.source)
+        region = engine.register(memoryview(target).cast("B"))
+        return engine, target, region.descriptor, self.sender.connect(engine.addresses)
+
+    def start(self) -> None:
+        _, target, remote, peer = self.receivers[int(self.random.integers(3))]
+        pages = self.random.permutation(64)[: int(self.random.integers(1, 24))]
+        chunk = ChunkSchedule(
+            counter=None, first_value=0, layers=1, region=self.region, peer=peer, remote=remote, slot=1, generation=1,
+            source_layer_stride=0, destination_layer_stride=0, source_page_stride=4096, destination_page_stride=4096,
+            length=4096, runs=runs(pages, pages),
+        )  # fmt: skip
+        transfer = self.sender.schedule_layers(chunk)
+        self.live[transfer] = (target, pages)
+        self.left -= 1
+        if self.random.random() < 0.2:
+            self.sender.cancel(transfer)
+
+    def replace(self, number: int) -> None:
+        engine, _, _, peer = self.receivers[number]
+        engine.close()
+        peer.close()
+        self.receivers[number] = self.receiver(number)
+
+    def poll(self) -> None:
+        for event in self.sender.poll():
+            target, pages = self.live.pop(event.transfer)
+            self.ended += 1
+            if event.kind is EventKind.DONE:
+                np.testing.assert_array_equal(target[pages], self.source[pages])
+
+    def run(self) -> None:
+        while self.left or self.live:
+            if self.left and len(self.live) < 8:
+                self.start()
+                if self.random.random() < 0.02:
+                    self.replace(int(self.random.integers(3)))
+            self.poll()
+
+    def close(self) -> None:
+        for engine, _, _, peer in self.receivers:
+            peer.close()
+            engine.close()
+        self.region.close()
+
+
+@pytest.mark.timeout(3600)
+def test_random_cancels_and_kills_over_several_domains_leave_nothing() -> None:
+    """KVFERRY_SOAK_TRANSFERS=10000 is the long form."""
+    transfers = int(os.environ.get("KVFERRY_SOAK_TRANSFERS", "500"))
+    with TransferEngine("tcp", incarnation=0):
+        pass
+    before = held_by_process()
+    kills = Kills(transfers)
+    kills.run()
+    assert kills.ended == transfers
+    kills.close()
+    assert held(kills.sender) == {}
+    assert all(domain.in_flight_bytes == 0 for domain in kills.sender.domain_stats())
+    kills.sender.close()
     assert held_by_process() == before
 
 

@@ -55,11 +55,12 @@ def obey(engine: TransferEngine, memory: np.ndarray, line: list[str]) -> object:
     return engine.stats()._asdict()
 
 
-def main(provider: str, size: int) -> None:
+def main(provider: str, size: int, domains: tuple[str, ...]) -> None:
     """Serve until `quit` or the end of stdin."""
     shared = SharedMemory.create(size, "kvferry-test")
     memory = np.frombuffer(shared.buffer, np.uint8)
-    with TransferEngine(provider, incarnation=2, bind=BIND) as engine, engine.register(shared) as region:
+    engine = TransferEngine(provider, incarnation=2, domains=domains)
+    with engine, engine.register(shared) as region:
         print(json.dumps(msgspec.to_builtins(region.descriptor)), flush=True)  # noqa: T201 - the protocol
         for line in sys.stdin:
             words = line.split()
@@ -69,4 +70,4 @@ def main(provider: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(sys.argv[1], int(sys.argv[2]), tuple(sys.argv[3:]) or (BIND,))

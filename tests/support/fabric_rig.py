@@ -131,10 +131,11 @@ class Pair:
 class Receiver:
     """The process of fabric_receiver.py."""
 
-    def __init__(self, provider: str, size: int) -> None:
+    def __init__(self, provider: str, size: int, domains: tuple[str, ...] = (), inside: tuple[str, ...] = ()) -> None:
+        """Start it with a domain for each of `domains`; `inside` is a command to run it by."""
         script = Path(__file__).with_name("fabric_receiver.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(script), provider, str(size)],
+            [*inside, sys.executable, str(script), provider, str(size), *domains],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         self.descriptor = msgspec.json.decode(self._line(), type=MemoryDescriptor)
@@ -168,8 +169,10 @@ class Receiver:
 
 
 @contextmanager
-def receiver(provider: str, size: int) -> Iterator[Receiver]:
-    process = Receiver(provider, size)
+def receiver(
+    provider: str, size: int, domains: tuple[str, ...] = (), inside: tuple[str, ...] = ()
+) -> Iterator[Receiver]:
+    process = Receiver(provider, size, domains, inside)
     try:
         yield process
     finally:

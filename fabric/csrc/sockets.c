@@ -1,0 +1,83 @@
+/* What libfabric does not tell or do for providers over sockets: whether a link is up, and to cut one connection. */
+#include "internal.h"
+
+#include <dirent.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+static bool same_host(const struct sockaddr *a, const struct sockaddr *b) {
+  if (a->sa_family != b->sa_family) return false;
+  if (a->sa_family == AF_INET)
+    return memcmp(&((const struct sockaddr_in *)a)->sin_addr, &((const struct sockaddr_in *)b)->sin_addr, 4) == 0;
+  return a->sa_family == AF_INET6 &&
+         memcmp(&((const struct sockaddr_in6 *)a)->sin6_addr, &((const struct sockaddr_in6 *)b)->sin6_addr, 16) == 0;
+}
+
+static in_port_t port_of(const struct sockaddr *a) {
+  return a->sa_family == AF_INET ? ((const struct sockaddr_in *)a)->sin_port : ((const struct sockaddr_in6 *)a)->sin6_port;
+}
+
+/* The interface that has the domain's address; "" if it is not to be found. */
+void kf_link_find(kf_domain *domain) {
+  struct ifaddrs *all;
+  domain->interface[0] = 0;
+  if (!domain->provider->over_ip || getifaddrs(&all)) return;
+  for (const struct ifaddrs *one = all; one; one = one->ifa_next)
+    if (one->ifa_addr && same_host(one->ifa_addr, (const struct sockaddr *)domain->address)) {
+      snprintf(domain->interface, sizeof domain->interface, "%s", one->ifa_name);
+      break;
+    }
+  freeifaddrs(all);
+}
+
+/* What cannot be asked is taken to be up: the writes will tell. */
+bool kf_link_is_up(const char *interface) {
+  struct ifreq request = {0};
+  if (!interface[0]) return true;
+  int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  if (fd < 0) return true;
+  snprintf(request.ifr_name, sizeof request.ifr_name, "%s", interface);
+  int rc = ioctl(fd, SIOCGIFFLAGS, &request);
+  int wrong = errno;
+  (void)close(fd);
+  if (rc) return wrong != ENODEV; /* unplugged */
+  return (request.ifr_flags & IFF_UP) && (request.ifr_flags & IFF_RUNNING);
+}
+
+/* We connect to the address that the peer listens on, so that the far end of a connection tells whose it is. */
+static bool is_to(int fd, const kf_domain *domain, const struct sockaddr *peer) {
+  struct sockaddr_storage near, far;
+  socklen_t near_length = sizeof near, far_length = sizeof far;
+  if (getpeername(fd, (struct sockaddr *)&far, &far_length) || !same_host((struct sockaddr *)&far, peer)) return false;
+  if (port_of((struct sockaddr *)&far) != port_of(peer)) return false;
+  return getsockname(fd, (struct sockaddr *)&near, &near_length) == 0 &&
+         same_host((struct sockaddr *)&near, (const struct sockaddr *)domain->address);
+}
+
+/* libfabric sees the end of the stream and closes the socket; without lingering, that throws away what was not sent. */
+static bool cut(int fd) {
+  const struct linger none = {.l_onoff = 1, .l_linger = 0};
+  return setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none) == 0 && shutdown(fd, SHUT_RDWR) == 0;
+}
+
+/* Cuts the domain's connections to a peer; libfabric sees them break, and ends their writes in errors. Returns how many. */
+int kf_sockets_abort(const kf_domain *domain, const kf_address_bytes *peer) {
+  struct sockaddr_storage to = {0};
+  DIR *folder = opendir("/proc/self/fd");
+  int count = 0;
+  if (!folder) return -errno;
+  memcpy(&to, peer->bytes, peer->length < sizeof to ? peer->length : sizeof to);
+  for (const struct dirent *entry = readdir(folder); entry; entry = readdir(folder)) {
+    int fd = atoi(entry->d_name); /* "." and "..": 0, which is no connection of ours */
+    if (is_to(fd, domain, (struct sockaddr *)&to) && cut(fd)) count++;
+  }
+  (void)closedir(folder);
+  return count;
+}

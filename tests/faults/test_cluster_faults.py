@@ -4,6 +4,7 @@ One cluster serves all tests: each begins by starting again what the one before 
 """
 
 import asyncio
+import itertools
 import signal
 import time
 
@@ -98,7 +99,12 @@ async def under_way(running, tokens=20):
         await stream.until(tokens)
 
 
+_SALTS = itertools.count()
+
+
 async def ask(cluster, what, **fields):
+    """Ask anew: nothing of it is cached, so that a prefiller has to do with it each time."""
+    fields = {"cache_salt": f"ask {next(_SALTS)}"} | fields
     body = {"prompt": what, "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True} | fields
     async with httpx.AsyncClient(base_url=cluster.url, timeout=60) as client:
         return await client.post("/v1/completions", json=body)

@@ -24,12 +24,7 @@ PASSAGE = 200
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, tiny_model):
     folder = tmp_path_factory.mktemp("ranks")
-    with (
-        Forge() as forge,
-        Cluster(
-            folder, tiny_model, decoders=2, common=COMMON, worker=WORKER, prefiller=PREFILLER, forge=forge
-        ) as cluster,
-    ):
+    with Cluster(folder, tiny_model, decoders=2, common=COMMON, worker=WORKER, prefiller=PREFILLER) as cluster:
         yield cluster
 
 
@@ -150,6 +145,6 @@ async def test_a_drain_is_the_leads_affair_though_all_ranks_are_signalled(cluste
 def test_a_model_that_cannot_be_split_is_said_before_anything_starts(cluster, tmp_path):
     node = cluster["decoder0"]
     log = tmp_path / "log"
-    process = node.forge.start("decoder", [*node.flags, "--tp", "3"], log, {})
+    process = Forge.shared().start("decoder", [*node.flags, "--tp", "3"], log, {})
     assert process.wait(30) == 2
     assert "Error: --tp 3: 2 KV heads cannot be split over 3 ranks" in log.read_text()

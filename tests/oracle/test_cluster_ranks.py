@@ -12,7 +12,6 @@ from typing import NamedTuple
 import pytest
 from cluster import Cluster
 from engine_runner import VOCABULARY, tokens_of
-from forge import Forge
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.shards import plan
 from random_models import build_random
@@ -81,12 +80,6 @@ SETUPS = matrix() if os.environ.get("KVFERRY_ORACLE") == "all" else selection(ma
 
 
 @pytest.fixture(scope="module")
-def forge():
-    with Forge() as forge:
-        yield forge
-
-
-@pytest.fixture(scope="module")
 def models(tmp_path_factory, default_model):
     """Folder and reference of an architecture with so many KV heads, each made once."""
     made = {}
@@ -105,7 +98,7 @@ def models(tmp_path_factory, default_model):
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
-def test_answers_are_the_references(tmp_path, models, forge, setup):
+def test_answers_are_the_references(tmp_path, models, setup):
     folder, reference = models(setup.kind, setup.kv_heads)
     worker = ["--dtype", "float32", "--kv-memory", "1MiB", "--provider", setup.provider, "--page-size", str(setup.page)]
     with Cluster(
@@ -114,7 +107,6 @@ def test_answers_are_the_references(tmp_path, models, forge, setup):
         worker=worker,
         prefiller=["--tp", str(setup.prefill_tp), "--chunk-size", str(setup.chunk)],
         decoder=["--tp", str(setup.decode_tp), "--local-prefill-tokens", "2"],
-        forge=forge,
     ) as cluster:
         # A page and a chunk, one token less and more; many pages, the last of them begun.
         for seed, count in enumerate([setup.page + 1, setup.chunk + 2, 130, 4]):
@@ -123,7 +115,7 @@ def test_answers_are_the_references(tmp_path, models, forge, setup):
         assert 'result="different"' not in cluster["decoder0"].metrics()
 
 
-def test_latents_and_the_drafting_layer_come_from_replicas_in_turn(tmp_path, default_model, forge):
+def test_latents_and_the_drafting_layer_come_from_replicas_in_turn(tmp_path, default_model):
     folder = make_tiny_deepseek(tmp_path / "model", default_model, vocab_size=VOCABULARY, eos_token_id=None)
     reference = Reference(folder)
     with Cluster(
@@ -132,7 +124,6 @@ def test_latents_and_the_drafting_layer_come_from_replicas_in_turn(tmp_path, def
         worker=["--dtype", "float32", "--kv-memory", "1MiB", "--page-size", "8"],
         prefiller=["--tp", "2", "--chunk-size", "27"],
         decoder=["--tp", "2", "--local-prefill-tokens", "2"],
-        forge=forge,
     ) as cluster:
         layout = KVLayout(
             model="", dtype="float32", layers=4, kv_heads=1, head_dim=24, page_size=8, ranks=2, latent=True

@@ -6,14 +6,13 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 import redis
-from forge import Forge
+from forge import Forge, Forged
 
 # One client for all: each loads the machine's certificates otherwise, which takes longer than most requests.
 _http = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
@@ -46,18 +45,11 @@ class Node:
     log: Path
     environ: dict[str, str]
     http_port: int = field(default_factory=free_port)
-    process: subprocess.Popen | None = None
-    forge: Forge | None = None
-    """Starts the process, if not Popen does."""
+    process: Forged | None = None
 
     def start(self):
         flags = ["--node-id", self.name, "--http-port", str(self.http_port), *self.flags]
-        if self.forge is not None:
-            self.process = self.forge.start(self.role, flags, self.log, self.environ)
-            return
-        command = [sys.executable, "-m", f"kvferry_{self.role}", *flags]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, env=self.environ)
+        self.process = Forge.shared().start(self.role, flags, self.log, self.environ)
 
     @property
     def url(self):
@@ -137,7 +129,6 @@ class Cluster:
         prefiller=(),
         decoder=(),
         router=(),
-        forge=None,
     ):
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -155,10 +146,7 @@ class Cluster:
         names = [("router", "router")]
         names += [(f"prefiller{i}", "prefiller") for i in range(prefillers)]
         names += [(f"decoder{i}", "decoder") for i in range(decoders)]
-        self.nodes = {
-            name: Node(name, role, flags[role], self.folder / f"{name}.log", environ, forge=forge)
-            for name, role in names
-        }
+        self.nodes = {name: Node(name, role, flags[role], self.folder / f"{name}.log", environ) for name, role in names}
 
     @property
     def redis_url(self):

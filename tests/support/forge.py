@@ -21,7 +21,16 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Forge:
-    """Starts service processes; use as a context manager."""
+    """Starts service processes; use as a context manager, or share the one that lives as long as the tests."""
+
+    _shared = None
+
+    @classmethod
+    def shared(cls):
+        if cls._shared is None:
+            cls._shared = cls()
+            atexit.register(cls._shared.close)
+        return cls._shared
 
     def __init__(self):
         command = [sys.executable, str(Path(__file__).resolve()), str(os.getpid())]
@@ -45,6 +54,9 @@ class Forge:
         return self
 
     def __exit__(self, *_):
+        self.close()
+
+    def close(self):
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()

@@ -79,6 +79,7 @@ async def test_while_the_last_writes_are_on_their_way(cluster):
 
 
 async def test_while_waiting_for_a_place_in_the_batch(cluster):
+    await asyncio.sleep(1)  # two beats: both decoders have told that they are free again, and get a stream each
     running = [Stream(cluster.url, prompt(8, seed), 300) for seed in range(2)]
     for stream in running:
         await stream.until(1)

@@ -22,8 +22,8 @@ class SequenceSlice:
     """Position of the first of `tokens`: so many tokens of the sequence are in the pool already."""
     pages: Sequence[int] | NDArray[np.integer]
     """Page table from position 0 on; covers at least start + len(tokens) tokens."""
-    want_logits: bool = True
-    """Whether the logits after the last of `tokens` are asked for."""
+    want_logits: int = 1
+    """After how many of the last `tokens` the logits are asked for: more than 1 where some are drafts."""
     following: int | None = None
     """The token after the last of `tokens`, where known: what a drafting layer keeps of a token needs the next."""
 
@@ -55,11 +55,12 @@ class ForwardBatch:
     page_table: Ints
     """Pages of each sequence, [B, most pages]; beyond its last page a row repeats its first."""
     logit_rows: torch.Tensor
-    """Index among the T of the last token of each sequence that wants logits, int64, in the order of the slices."""
+    """Index among the T of every token after which logits are wanted, int64, in their order."""
 
     @classmethod
     def build(cls, slices: Sequence[SequenceSlice], *, page_size: int, device: str = "cpu") -> "ForwardBatch":
-        """Flatten `slices`; raises BatchError when one is empty, lacks pages, or two write to one place."""
+        """Flatten `slices`; raises BatchError when one is empty, lacks pages, wants logits after more tokens than it
+        has, or two write to one place."""
         if not slices:
             msg = "a batch needs at least one sequence"
             raise BatchError(msg)
@@ -74,7 +75,6 @@ class ForwardBatch:
         slot_offsets = positions % page_size
         _check_slots(slot_pages * page_size + slot_offsets)
         tokens = np.concatenate([np.asarray(piece.tokens, dtype=np.int64) for piece in slices])
-        wanted = np.array([piece.want_logits for piece in slices], dtype=bool)
         return cls(
             page_size=page_size,
             device=device,
@@ -87,7 +87,7 @@ class ForwardBatch:
             kv_lens=kv_lens,
             q_starts=q_starts,
             page_table=table,
-            logit_rows=torch.from_numpy((q_starts + q_lens - 1)[wanted]).to(device),
+            logit_rows=torch.from_numpy(_logit_rows(slices, q_starts + q_lens, q_lens)).to(device),
         )
 
     def __len__(self) -> int:
@@ -137,6 +137,18 @@ def _page_table(slices: Sequence[SequenceSlice], q_lens: Ints, starts: Ints, nee
             raise BatchError(msg)
         rows.append(np.pad(pages, (0, int(needed.max()) - len(pages)), constant_values=pages[0]))
     return np.stack(rows)
+
+
+def _logit_rows(slices: Sequence[SequenceSlice], ends: Ints, q_lens: Ints) -> Ints:
+    """Indices among the T of the last `want_logits` tokens of each sequence; `ends` is one past each one's last."""
+    counts = np.array([piece.want_logits for piece in slices], dtype=np.int64)
+    if (counts > q_lens).any() or (counts < 0).any():
+        index = int(np.argmax((counts > q_lens) | (counts < 0)))
+        msg = f"sequence {index} runs {q_lens[index]} tokens and wants logits after {counts[index]}"
+        raise BatchError(msg)
+    before = np.cumsum(counts) - counts
+    rows: Ints = np.arange(counts.sum()) + np.repeat(ends - counts - before, counts)
+    return rows
 
 
 def _check_slots(slots: Ints) -> None:

@@ -51,10 +51,16 @@ class TokenCounts:
         self._tokens[place] = token
         self._generated[place] += 1
 
-    def seen(self) -> Seen:
-        """Copy the counts, for a step that runs in another thread."""
+    def seen(self, further: Sequence[int] = ()) -> Seen:
+        """Copy the counts, as they were if `further` tokens were generated, for a step that runs in another thread."""
         count = len(self._places)
-        return Seen(self._tokens[:count].copy(), self._generated[:count].copy())
+        new = [token for token in dict.fromkeys(further) if token not in self._places]
+        places = {token: count + index for index, token in enumerate(new)}
+        tokens = np.append(self._tokens[:count], np.array(new, dtype=np.int64))
+        generated = np.append(self._generated[:count], np.zeros(len(new), dtype=np.int64))
+        for token in further:
+            generated[places[token] if token in places else self._places[token]] += 1
+        return Seen(tokens, generated)
 
 
 class LogitBias(NamedTuple):

@@ -36,6 +36,13 @@ class WorkerMetrics:
         self.steps = Counter("kvferry_steps", "Forward passes.", registry=registry)
         self.step_seconds = Histogram("kvferry_step_seconds", "Time of a forward pass.", registry=registry)
         self.tokens = Counter("kvferry_tokens", "Tokens by kind (prefilled, drawn).", ["kind"], registry=registry)
+        self.drafts = Counter("kvferry_drafts", "Drafts verified, by result.", ["result"], registry=registry)
+        self.accepted = Histogram(
+            "kvferry_accepted_length",
+            "Drafts of a request that were right, of those verified in one step.",
+            buckets=range(17),
+            registry=registry,
+        )
         self.transfers = Counter(
             "kvferry_transfers", "KV transfers that ended here, by how.", ["how"], registry=registry
         )
@@ -56,6 +63,12 @@ class WorkerMetrics:
         """Set the prefix cache's counts since start."""
         for what, count in counts.items():
             self.prefix.labels(what).set(count)
+
+    def show_drafts(self, verified: int, right: int) -> None:
+        """Count a request's drafts in one step."""
+        self.drafts.labels("accepted").inc(right)
+        self.drafts.labels("rejected").inc(verified - right)
+        self.accepted.observe(right)
 
     def show_fabric(self, stats: EngineStats) -> None:
         """Set the fabric's gauges: pages, bytes and writes moved, stale immediates, what is held."""

@@ -65,6 +65,10 @@ class DecodeTimeline(msgspec.Struct, kw_only=True):
     """Became part of the decode batch."""
     first_token: int = 0
     finished: int = 0
+    drafted: int = 0
+    """Tokens guessed ahead, and computed beside others."""
+    accepted: int = 0
+    """Those of them that were right."""
 
 
 class RouterTimeline(msgspec.Struct, kw_only=True):

@@ -65,6 +65,13 @@ def test_every_flag_is_one_that_the_service_knows(role):
     assert flags["fault"] == ("delay-write-ms=5" if role == "prefiller" else None)
 
 
+def test_decoders_are_told_to_speculate():
+    options = replace(OPTIONS, speculate="ngram", draft_tokens=5)
+    line = command_line(options, "decoder", "decoder-1", 9000)
+    assert line[line.index("--speculate") :][:4] == ["--speculate", "ngram", "--draft-tokens", "5"]
+    assert "--speculate" not in command_line(options, "prefiller", "prefiller-1", 9001)
+
+
 def test_mixed_decoders_prefill_in_chunks_and_have_no_prefillers():
     options = replace(OPTIONS, prefillers=0, mixed=True)
     specs = service_specs(options, "redis://h/0", [1, 2, 3], httpx.AsyncClient(verify=False))

@@ -29,6 +29,15 @@ def test_a_mixed_batch():
     assert (len(batch), batch.token_count, batch.wants_logits) == (3, 6, True)
 
 
+def test_logits_after_several_tokens_of_a_sequence():
+    batch = build(
+        SequenceSlice([10, 11, 12], start=3, pages=[7, 2], want_logits=3),
+        SequenceSlice([13, 14], start=0, pages=[1], want_logits=0),
+        SequenceSlice([14, 15, 16], start=0, pages=[4], want_logits=2),
+    )
+    assert batch.logit_rows.tolist() == [0, 1, 2, 6, 7]
+
+
 @given(
     start=st.integers(0, 50),
     count=st.integers(1, 60),
@@ -56,6 +65,7 @@ def test_every_token_has_its_own_place_in_its_own_page(start, count, page_size, 
         ([SequenceSlice([1, 2], 3, [1])], "has 1 pages and needs 2"),
         ([SequenceSlice([1], 0, [1]), SequenceSlice([2], 0, [1])], "same place"),
         ([SequenceSlice([1] * 8, 0, [1, 1])], "same place"),
+        ([SequenceSlice([1], 0, [1]), SequenceSlice([1, 2], 0, [2], 3)], "sequence 1 runs 2 .* after 3"),
     ],
 )
 def test_a_batch_that_contradicts_itself_is_refused(slices, what):

@@ -23,7 +23,7 @@ slices = st.builds(
     ),
     st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=30),
     st.integers(0, 50),
-    st.booleans(),
+    st.integers(0, 17),
     st.integers(0, 3),
     st.none() | st.integers(0, 2**31 - 1),
 )

@@ -72,6 +72,17 @@ def test_counts_grow_as_if_counted_anew(prompt, generated):
     )
 
 
+@settings(max_examples=60, deadline=None)
+@given(prompt=ids, generated=ids, further=ids)
+def test_counts_as_they_would_be(prompt, generated, further):
+    counts = TokenCounts(prompt, generated)
+    expected = sorted(zip(*map(np.ndarray.tolist, TokenCounts(prompt, generated + further).seen()), strict=True))
+    assert sorted(zip(*map(np.ndarray.tolist, counts.seen(further)), strict=True)) == expected
+    for token in further:
+        counts.add(token)
+    assert sorted(zip(*map(np.ndarray.tolist, counts.seen()), strict=True)) == expected
+
+
 def test_counts_outgrow_their_first_room():
     counts = TokenCounts([0])
     for token in range(4 * FIRST_ROOM):

@@ -14,7 +14,7 @@ def table(timeline: Timeline, usage: Usage | None = None) -> Table:
     grid.add_column("what")
     for at, took, what in rows(timeline, phases):
         grid.add_row(_number(at), _number(took), what)
-    for line in _totals(timeline.prefiller, usage):
+    for line in _totals(timeline, usage):
         grid.add_row("", "", line)
     return grid
 
@@ -54,8 +54,8 @@ def _chunks(prefiller: PrefillTimeline | None, phases: dict[str, float]) -> list
     ]
 
 
-def _totals(prefiller: PrefillTimeline | None, usage: Usage | None) -> list[str]:
-    lines = []
+def _totals(timeline: Timeline, usage: Usage | None) -> list[str]:
+    lines, prefiller, decoder = [], timeline.prefiller, timeline.decoder
     if prefiller is None:
         lines.append("no prefiller took part: the decoder prefilled by itself")
     else:
@@ -63,6 +63,8 @@ def _totals(prefiller: PrefillTimeline | None, usage: Usage | None) -> list[str]
         lines.append(f"{prefiller.pages} page arrivals, {moved}, {prefiller.writes} writes")
     if usage is not None:
         lines.append(f"{usage.prompt_tokens} prompt tokens, {usage.completion_tokens} answered")
+    if decoder.drafted:
+        lines.append(f"{decoder.accepted} of {decoder.drafted} drafts were right")
     return lines
 
 

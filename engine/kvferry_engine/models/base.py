@@ -51,8 +51,8 @@ class Model(ABC):
     ) -> torch.Tensor | None:
         """Run the batch: its keys and values go to the pool. All ranks of a node run the same batch together.
 
-        Returns the logits, float32 [sequences that want them, vocabulary], after the last token of each such
-        sequence, or None when no sequence wants any or `logits` is false, and on all ranks but the first. `on_layer(l)`
+        Returns the logits, float32 [tokens after which they are wanted, vocabulary], sequence after sequence, or
+        None when no sequence wants any or `logits` is false, and on all ranks but the first. `on_layer(l)`
         is called when layer l's output projection is done, so its keys and values are in the pools of all ranks.
         Raises BatchError when the batch does not fit the model or the pool. Not to be run by two threads at once.
         """

@@ -31,7 +31,7 @@ def pack(step: Step, page_size: int) -> bytes:
     for piece in step.slices:
         needed = -(-(piece.start + len(piece.tokens)) // page_size)
         following = _UNKNOWN if piece.following is None else piece.following
-        shapes.append((piece.start, len(piece.tokens), needed, int(piece.want_logits), following))
+        shapes.append((piece.start, len(piece.tokens), needed, piece.want_logits, following))
         tokens.append(np.asarray(piece.tokens, dtype=np.int32))
         pages.append(np.asarray(piece.pages[:needed], dtype=np.int32))
     head = np.array([int(step.logits), len(step.slices), *np.ravel(shapes)], dtype=np.int32)
@@ -60,7 +60,7 @@ def _unpack(numbers: np.ndarray) -> Step:
             tokens=piece,
             start=int(shape[0]),
             pages=table,
-            want_logits=bool(shape[3]),
+            want_logits=int(shape[3]),
             following=None if shape[4] == _UNKNOWN else int(shape[4]),
         )
         for shape, piece, table in zip(shapes, of_tokens, of_pages, strict=True)

@@ -16,12 +16,13 @@ from kvferry_proto.usage import FinishReason, Usage
 from kvferry_decoder.request import Request
 
 
-class DrawnToken(NamedTuple):
-    """A token drawn for a request in this step, and why the request ends with it, if it does."""
+class DrawnRun(NamedTuple):
+    """The tokens drawn for a request in this step, and why the request ends with the last, if it does."""
 
     request: Request
-    token: int
-    logprobs: TokenLogprobs | None
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    """One for each token, or none."""
     finish: FinishReason | None
 
 
@@ -49,9 +50,9 @@ class Answers:
         """Tell that the answer is complete."""
         self._send(request.origin, _finished(request, reason))
 
-    def step(self, drawn: list[DrawnToken]) -> None:
+    def step(self, drawn: list[DrawnRun]) -> None:
         """Tell what a step drew; the requests that ended with it are told so after their last token."""
-        by_router: dict[bytes, list[DrawnToken]] = defaultdict(list)
+        by_router: dict[bytes, list[DrawnRun]] = defaultdict(list)
         for entry in drawn:
             by_router[entry.request.origin.key].append(entry)
         for entries in by_router.values():
@@ -74,12 +75,10 @@ class Answers:
             self._lost.append(origin.key)
 
 
-def _tokens(entries: list[DrawnToken]) -> Tokens:
+def _tokens(entries: list[DrawnRun]) -> Tokens:
     return Tokens(
-        runs=[
-            TokenRun(entry.request.id, 1, [entry.logprobs] if entry.logprobs is not None else []) for entry in entries
-        ],
-        token_ids=Int32s(entry.token for entry in entries),
+        runs=[TokenRun(entry.request.id, len(entry.tokens), entry.logprobs) for entry in entries],
+        token_ids=Int32s(token for entry in entries for token in entry.tokens),
     )
 
 
@@ -93,6 +92,8 @@ def _finished(request: Request, reason: FinishReason) -> Finished:
             prompt_tokens=prompt,
             completion_tokens=request.answered + request.generated,
             cached_tokens=min(request.cached, prompt),
+            accepted_prediction_tokens=request.timeline.accepted,
+            rejected_prediction_tokens=request.timeline.drafted - request.timeline.accepted,
         ),
         decoder=request.timeline,
         prefiller=request.prefill_timeline,

@@ -9,10 +9,9 @@ from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_node.logs import get_logger
 from kvferry_proto.timeline import now
-from kvferry_proto.to_router import TokenLogprobs
 
 from kvferry_decoder import step
-from kvferry_decoder.answers import DrawnToken
+from kvferry_decoder.answers import DrawnRun
 from kvferry_decoder.request import Request, State
 from kvferry_decoder.scheduler import Scheduler, StepSlice
 
@@ -27,7 +26,7 @@ class BatchLoop:
         metrics: WorkerMetrics,
         *,
         admit: Callable[[], None],
-        on_drawn: Callable[[list[DrawnToken]], None],
+        on_drawn: Callable[[list[DrawnRun]], None],
         on_broken: Callable[[Request, str], None],
         on_refused: Callable[[Request, str], None],
     ) -> None:
@@ -93,28 +92,40 @@ class BatchLoop:
         self._metrics.steps.inc()
         self._metrics.step_seconds.observe((now() - began) / 1e9)
         self._scheduler.finish_step(slices)
-        draws = [piece.request for piece in slices if piece.draws]
-        self._metrics.tokens.labels("prefilled").inc(sum(piece.tokens for piece in slices) - len(draws))
-        self._hand_out(draws, drawn)
+        drawing = [piece for piece in slices if piece.draws]
+        self._metrics.tokens.labels("prefilled").inc(sum(piece.tokens for piece in slices) - len(drawing))
+        self._hand_out(drawing, drawn)
 
-    def _hand_out(self, draws: list[Request], drawn: step.Drawn) -> None:
+    def _hand_out(self, drawing: list[StepSlice], drawn: list[step.Run]) -> None:
         told = []
-        for request, token, logprobs in zip(draws, drawn.tokens, drawn.logprobs, strict=True):
-            if request.state is State.RUNNING and (entry := self._take(request, token, logprobs)) is not None:
+        for piece, run in zip(drawing, drawn, strict=True):
+            running = piece.request.state is State.RUNNING
+            if running and (entry := self._take(piece.request, run)) is not None:
                 told.append(entry)
-        self._metrics.tokens.labels("drawn").inc(len(told))
+                self._accept(piece, len(entry.tokens) - 1)
+        self._metrics.tokens.labels("drawn").inc(sum(len(entry.tokens) for entry in told))
         self._on_drawn(told)
 
-    def _take(self, request: Request, token: int, logprobs: TokenLogprobs | None) -> DrawnToken | None:
-        """Add a token to its request; None if the request failed by it."""
+    def _take(self, request: Request, run: step.Run) -> DrawnRun | None:
+        """Add tokens to their request, up to one that ends it; None if the request failed by them."""
         try:
             request.drawing.check()
-            if token < 0:
+            if run.tokens[0] < 0:
                 self._scheduler.doubt(request)
                 self._on_broken(request, "the model's logits are not numbers")
                 return None
             request.timeline.first_token = request.timeline.first_token or now()
-            return DrawnToken(request, token, logprobs, request.append(token, self._worker.max_context))
+            count, finish = request.extend(run.tokens, self._worker.max_context)
+            return DrawnRun(request, run.tokens[:count], run.logprobs[:count], finish)
         except GrammarError as error:
             self._on_refused(request, str(error))
             return None
+
+    def _accept(self, piece: StepSlice, right: int) -> None:
+        """Count the drafts of a slice, of which so many have become tokens of the answer."""
+        if not piece.drafts:
+            return
+        self._scheduler.accept(piece.request, right)
+        piece.request.timeline.drafted += len(piece.drafts)
+        piece.request.timeline.accepted += right
+        self._metrics.show_drafts(len(piece.drafts), right)

@@ -37,8 +37,31 @@ class Drawing:
         if self._counts is not None:
             self._counts.add(token)
 
-    def row(self, position: int) -> SamplingRow:
-        """Copy everything that the forward thread needs to draw the token at `position`."""
+    def fitting(self, drafts: list[int]) -> list[int]:
+        """Those of `drafts`, from the first on, that the grammar takes."""
+        return drafts if self.matcher is None else drafts[: self.matcher.fits(drafts)]
+
+    def matchers(self, drafts: Sequence[int]) -> list[Matcher]:
+        """Places in the grammar before the next token, and before the one after each draft; [] where all is free.
+
+        The first is the request's own, the others are copies. The grammar must take the drafts (`fitting`).
+        """
+        if self.matcher is None:
+            return []
+        places = [self.matcher]
+        for token in drafts:
+            places.append(places[-1].copy())
+            places[-1].advance([token])
+        return places
+
+    def rows(self, position: int, drafts: Sequence[int]) -> list[SamplingRow]:
+        """Copy what the forward thread needs to draw the token at `position`, and those after each of `drafts`.
+
+        Each row takes the drafts before it as drawn: whenever it counts, they were.
+        """
+        return [self._row(position + index, drafts[:index]) for index in range(len(drafts) + 1)]
+
+    def _row(self, position: int, drawn: Sequence[int]) -> SamplingRow:
         params = self._params
         return SamplingRow(
             temperature=params.temperature,
@@ -48,10 +71,10 @@ class Drawing:
             seed=params.seed,
             position=position,
             logprobs=None if params.logprobs < 0 else params.logprobs,
-            penalties=self._penalties(),
+            penalties=self._penalties(drawn),
         )
 
-    def _penalties(self) -> Penalties | None:
+    def _penalties(self, drawn: Sequence[int]) -> Penalties | None:
         if self._counts is None and self._bias is None:
             return None
         params = self._params
@@ -59,6 +82,6 @@ class Drawing:
             presence=params.presence_penalty,
             frequency=params.frequency_penalty,
             repetition=params.repetition_penalty,
-            seen=None if self._counts is None else self._counts.seen(),
+            seen=None if self._counts is None else self._counts.seen(drawn),
             bias=self._bias,
         )

@@ -12,6 +12,7 @@ RECEIVING ─────────▶ RUNNING ───┘
 """
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from kvferry_engine.sampler import SamplingRow
@@ -24,6 +25,7 @@ from kvferry_proto.to_decoder import Assign
 from kvferry_proto.usage import FinishReason
 
 from kvferry_decoder.drawing import Drawing
+from kvferry_decoder.ngram import PromptLookup
 
 
 class State(enum.Enum):
@@ -83,6 +85,8 @@ class Request:
     accepted: bool = False
     spared: bool = False
     """A prefiller was named and is not asked."""
+    lookup: PromptLookup | None = None
+    """Index of the tokens, where they are looked up for drafts."""
     timeline: DecodeTimeline = field(default_factory=DecodeTimeline)
     prefill_timeline: PrefillTimeline | None = None
 
@@ -121,16 +125,29 @@ class Request:
         """Tokens drawn in this attempt."""
         return len(self.tokens) - self.prompt_length
 
-    def row(self) -> SamplingRow:
-        """Copy what drawing the next token needs."""
-        return self.drawing.row(len(self.tokens))
+    def room(self, max_context: int) -> int:
+        """Tokens that may still be drawn."""
+        return min(self.sampling.max_tokens - self.generated, max_context - len(self.tokens))
+
+    def rows(self, drafts: Sequence[int]) -> list[SamplingRow]:
+        """Copy what drawing the next token needs, and those after each of `drafts`."""
+        return self.drawing.rows(len(self.tokens), drafts)
+
+    def ends_with(self, token: int) -> bool:
+        """Whether the answer ends when this token is drawn."""
+        return token in self.stop_token_ids and not self.sampling.ignore_eos
 
     def append(self, token: int, max_context: int) -> FinishReason | None:
         """Add a drawn token; return why the answer ends with it, or None. Raises GrammarError if that forbids it."""
         self.tokens.append(token)
         self.drawing.add(token)
-        if self.drawing.complete or (token in self.stop_token_ids and not self.sampling.ignore_eos):
+        if self.drawing.complete or self.ends_with(token):
             return FinishReason.STOP
-        if self.generated >= self.sampling.max_tokens or len(self.tokens) >= max_context:
-            return FinishReason.LENGTH
-        return None
+        return FinishReason.LENGTH if self.room(max_context) <= 0 else None
+
+    def extend(self, tokens: Sequence[int], max_context: int) -> tuple[int, FinishReason | None]:
+        """Append tokens up to one that ends the answer; return how many, and why it ends or None. Raises as append."""
+        for count, token in enumerate(tokens, 1):
+            if (finish := self.append(token, max_context)) is not None:
+                return count, finish
+        return len(tokens), None

@@ -8,10 +8,12 @@ Pages are reserved for all of a request's tokens before it is accepted, and one 
 that the prefix cache has are shared and not asked for; a request's own are published when their KV is complete, so a
 chat's next turn finds the answer's pages too. When the pool is empty the request that came last gives its pages up and
 waits to be computed again: it can't hang, since a request alone fits by admission.
+
+Drafts come last: they get the pages that nobody else needs, and give them back before anybody is preempted.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvferry_engine.prefix_cache import PrefixCache
@@ -19,6 +21,7 @@ from kvferry_proto.hashing import extend_hashes
 from kvferry_proto.layout import KVLayout
 
 from kvferry_decoder.request import Request, State
+from kvferry_decoder.speculation import Speculation
 
 
 class StepSlice(NamedTuple):
@@ -27,6 +30,8 @@ class StepSlice(NamedTuple):
     request: Request
     start: int
     tokens: int
+    drafts: Sequence[int] = ()
+    """Guesses that are computed after the tokens; only where the slice draws."""
 
     @property
     def draws(self) -> bool:
@@ -46,6 +51,7 @@ class Scheduler:
         max_waiting: int,
         prefill_budget: int,
         local_prefill: int = 0,
+        speculation: Speculation | None = None,
     ) -> None:
         """`local_prefill`: what is missing after a hit is computed here if it is at most so many tokens."""
         self.allocator = allocator
@@ -54,6 +60,7 @@ class Scheduler:
         self.max_waiting = max_waiting
         self.prefill_budget = prefill_budget
         self.local_prefill = local_prefill
+        self.speculation = speculation or Speculation()
         self.waiting: deque[Request] = deque()
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
@@ -173,11 +180,25 @@ class Scheduler:
                 budget -= count
             slices.append(StepSlice(request, request.computed, count))
             request.in_step = True
-        return slices
+        share = self.speculation.share(sum(piece.draws for piece in slices))
+        return [self._with_drafts(piece, share) for piece in slices] if share else slices
+
+    def _with_drafts(self, piece: StepSlice, share: int) -> StepSlice:
+        """Add up to `share` drafts, as many as there are pages for."""
+        request, end = piece.request, piece.start + piece.tokens
+        drafts = self.speculation.drafts(request, share) if piece.draws else []
+        return piece._replace(drafts=drafts[: self._stretch(request, end + len(drafts)) - end])
+
+    def _stretch(self, request: Request, tokens: int) -> int:
+        """Reserve pages up to `tokens` if that takes nobody else's; return how many tokens there is room for now."""
+        missing = self.layout.pages_for(tokens) - len(request.pages)
+        if missing > 0 and self.allocator.can_allocate(missing):
+            request.pages.extend(self.allocator.allocate(missing))
+        return len(request.pages) * self.layout.page_size
 
     def finish_step(self, slices: list[StepSlice]) -> None:
-        """The step's KV is in the pool. Requests that ended meanwhile give their pages up now."""
-        for request, _, count in slices:
+        """The step's KV is in the pool, that of drafts aside. Requests that ended meanwhile give their pages up now."""
+        for request, _, count, _ in slices:
             request.in_step = False
             if request.state is State.RUNNING:
                 request.computed += count
@@ -185,9 +206,15 @@ class Scheduler:
             else:
                 self._free(request)
 
+    def accept(self, request: Request, drafts: int) -> None:
+        """So many drafts of the last step were right, and are tokens of the request by now: their KV is there."""
+        if drafts:
+            request.computed += drafts
+            self._publish(request)
+
     def give_up_step(self, slices: list[StepSlice]) -> None:
         """The step broke: nothing of it counts. Requests that ended meanwhile give their pages up now."""
-        for request, _, _ in slices:
+        for request, *_ in slices:
             request.in_step = False
             if request.state is not State.RUNNING:
                 self._free(request)
@@ -199,6 +226,8 @@ class Scheduler:
     def _grow(self, request: Request, tokens: int) -> bool:
         """Reserve pages up to `tokens`; True unless `request` itself had to be preempted."""
         missing = self.layout.pages_for(tokens) - len(request.pages)
+        if missing > 0 and not self.allocator.can_allocate(missing):
+            self._trim()
         while missing > 0 and not self.allocator.can_allocate(missing):
             victim = max(self.running, key=lambda r: r.order)
             self._preempt(victim)
@@ -207,6 +236,14 @@ class Scheduler:
         if missing > 0:
             request.pages.extend(self.allocator.allocate(missing))
         return True
+
+    def _trim(self) -> None:
+        """Take back the pages that drafts alone have stood in."""
+        for request in self.running:
+            kept = self.layout.pages_for(len(request.tokens))
+            surplus, request.pages = request.pages[kept:], request.pages[:kept]
+            if surplus:
+                self.allocator.free(surplus)
 
     def _preempt(self, victim: Request) -> None:
         self.preemptions += 1

@@ -21,7 +21,7 @@ from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import Assign, Cancel, CancelConfirmed, PrefillFailed, PrefillReport
 from kvferry_proto.usage import FinishReason
 
-from kvferry_decoder.answers import Answers, DrawnToken
+from kvferry_decoder.answers import Answers, DrawnRun
 from kvferry_decoder.assignment import why_not
 from kvferry_decoder.batch_loop import BatchLoop
 from kvferry_decoder.grammar_desk import GrammarDesk
@@ -31,6 +31,7 @@ from kvferry_decoder.request import Request, State
 from kvferry_decoder.scheduler import Scheduler
 from kvferry_decoder.settings import DecoderSettings
 from kvferry_decoder.slots import SlotPool
+from kvferry_decoder.speculation import Speculation
 from kvferry_decoder.verifier import Verifier
 
 
@@ -49,6 +50,7 @@ class DecoderService:
             max_waiting=settings.max_waiting,
             prefill_budget=settings.prefill_budget,
             local_prefill=settings.local_prefill_tokens,
+            speculation=Speculation(settings.speculate, settings.draft_tokens, worker.max_context),
         )
         self.receiver = Receiver(
             worker.fabric,
@@ -240,7 +242,7 @@ class DecoderService:
         text = f"KV from prefiller {incoming.transfer.peer.ref.id} is not what it sent: {difference}"
         self._fail(incoming.request, self._error(ErrorCode.VERIFY_FAILED, text, Phase.TRANSFER))
 
-    def _on_drawn(self, drawn: list[DrawnToken]) -> None:
+    def _on_drawn(self, drawn: list[DrawnRun]) -> None:
         for entry in drawn:
             if entry.finish is not None:
                 self._end(entry.request, State.FINISHED, "finished")

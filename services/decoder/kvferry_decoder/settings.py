@@ -1,11 +1,13 @@
 """The decoder's own settings."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from kvferry_engine.worker_settings import Count, WorkerSettings
 from kvferry_node.settings import Seconds, help_text
 from kvferry_proto.immediate import MAX_SLOTS
+
+Speculate = Literal["off", "ngram"]
 
 
 class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
@@ -27,6 +29,18 @@ class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
     prefill_budget: Annotated[
         Count, help_text("Prompt tokens that a decode step may prefill beside its decoding requests.")
     ] = 128
+    speculate: Annotated[
+        Speculate,
+        help_text(
+            "Guess tokens ahead and compute them together; answers stay the same. ngram: by what followed the last "
+            "time that a request's tokens read like this."
+        ),
+    ] = "off"
+    draft_tokens: Annotated[
+        int,
+        msgspec.Meta(ge=1, le=16),
+        help_text("Tokens that --speculate guesses ahead at most; fewer where many requests run."),
+    ] = 3
     transfer_seconds: Annotated[
         Seconds, help_text("How long a prompt's KV may take to arrive, the prefiller's queue included.")
     ] = 120.0

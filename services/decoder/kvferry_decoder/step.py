@@ -1,5 +1,6 @@
 """One decode step: forward pass and sampling, in the forward thread."""
 
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -15,52 +16,74 @@ from kvferry_decoder.scheduler import StepSlice
 LEAST_LOGPROB = -9999.0
 
 
-class Drawn(NamedTuple):
-    """What a step drew: one token for each slice that draws, in order."""
+class Run(NamedTuple):
+    """What a step drew for one slice: each draft that was right, and one token more."""
 
     tokens: list[int]
-    """Below 0 where the logits were not numbers."""
-    logprobs: list[TokenLogprobs | None]
+    """Never empty; one below 0, alone, where the logits were not numbers."""
+    logprobs: list[TokenLogprobs]
+    """One for each token, or none."""
 
 
 class StepPlan(NamedTuple):
     """A step's inputs, copied out of the requests, so that the forward thread touches none of them."""
 
     slices: list[SequenceSlice]
+    drafts: list[Sequence[int]]
+    """Of each slice that draws."""
     rows: list[SamplingRow]
+    """For each slice that draws: the row after its last token, and those after its drafts."""
     matchers: list[tuple[int, Matcher]]
     """Rows that have a grammar, and their places in it. Nobody else touches those before the step returns."""
 
 
 def plan(slices: list[StepSlice]) -> StepPlan:
     """Gather the inputs, in the event loop's thread."""
-    drawing = [piece.request for piece in slices if piece.draws]
-    return StepPlan(
-        [_sequence(piece) for piece in slices],
-        [request.row() for request in drawing],
-        [(row, request.drawing.matcher) for row, request in enumerate(drawing) if request.drawing.matcher is not None],
-    )
+    drawing = [piece for piece in slices if piece.draws]
+    rows: list[SamplingRow] = []
+    matchers: list[tuple[int, Matcher]] = []
+    for piece in drawing:
+        matchers += list(enumerate(piece.request.drawing.matchers(piece.drafts), start=len(rows)))
+        rows += piece.request.rows(piece.drafts)
+    return StepPlan([_sequence(piece) for piece in slices], [piece.drafts for piece in drawing], rows, matchers)
 
 
-def run(worker: Worker, inputs: StepPlan, masks: "Future[TokenMasks] | None" = None) -> Drawn:
-    """Compute the step, in the forward thread; `masks` are computed meanwhile."""
+def run(worker: Worker, inputs: StepPlan, masks: "Future[TokenMasks] | None" = None) -> list[Run]:
+    """Compute the step, in the forward thread; `masks` are computed meanwhile. One run for each slice that draws."""
     logits = worker.forward(inputs.slices)
     if logits is None:
-        return Drawn([], [])
+        return []
     sampled = sample(logits, SamplingBatch.build(inputs.rows), None if masks is None else masks.result())
-    return Drawn(sampled.tokens.tolist(), _on_wire(sampled))
+    return list(_runs(inputs, sampled))
 
 
 def _sequence(piece: StepSlice) -> SequenceSlice:
-    request, start, count = piece
+    request, start, count, drafts = piece
     end = start + count
     return SequenceSlice(
-        tokens=request.tokens[start:end],
+        tokens=[*request.tokens[start:end], *drafts],
         start=start,
         pages=list(request.pages),
-        want_logits=piece.draws,
+        want_logits=1 + len(drafts) if piece.draws else 0,
         following=request.tokens[end] if end < len(request.tokens) else None,
     )
+
+
+def _runs(inputs: StepPlan, sampled: Sampled) -> Iterator[Run]:
+    tokens, logprobs = sampled.tokens.tolist(), _on_wire(sampled)
+    # Rows of which nothing is known. The first row of a request then fails it; a later one is drawn again as a first.
+    lost = {row for row, matcher in inputs.matchers if matcher.failure}
+    lost |= {row for row, token in enumerate(tokens) if token < 0}
+    first = 0
+    for drafts in inputs.drafts:
+        end = first + 1
+        for draft in drafts:
+            if draft != tokens[end - 1] or end in lost:
+                break
+            end += 1
+        told = [entry for entry in logprobs[first:end] if entry is not None]
+        yield Run(tokens[first:end], told)
+        first += 1 + len(drafts)
 
 
 def _on_wire(sampled: Sampled) -> list[TokenLogprobs | None]:

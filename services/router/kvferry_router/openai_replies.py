@@ -184,6 +184,10 @@ def usage(outcomes: list[Outcome]) -> Json:
             "completion_tokens": answer,
             "total_tokens": prompt + answer,
             "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in usages)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": sum(each.accepted_prediction_tokens for each in usages),
+                "rejected_prediction_tokens": sum(each.rejected_prediction_tokens for each in usages),
+            },
         }
 
     return total([outcome.usage for outcome in outcomes])

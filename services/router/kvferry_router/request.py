@@ -111,6 +111,8 @@ class Request:
                 prompt_tokens=prompt,
                 completion_tokens=len(self.answer.token_ids),
                 cached_tokens=max(0, min(cached, prompt)),
+                accepted_prediction_tokens=max(0, decoder.accepted),
+                rejected_prediction_tokens=max(0, decoder.drafted - decoder.accepted),
             ),
             timeline=Timeline(router=self.timeline, decoder=decoder, prefiller=prefiller),
             request_id=self.id,

@@ -81,6 +81,18 @@ def _log_dir(port: int) -> Path:
     "requests. The baseline that disaggregation is compared with.",
 )
 @click.option(
+    "--speculate",
+    type=click.Choice(["off", "ngram"]),
+    default="off",
+    help="How decoders guess tokens ahead; answers stay the same.",
+)
+@click.option(
+    "--draft-tokens",
+    type=click.IntRange(1, 16),
+    default=None,
+    help="Tokens that --speculate guesses ahead at most. [default: the decoder's own]",
+)
+@click.option(
     "--threads",
     type=click.IntRange(min=0),
     default=None,

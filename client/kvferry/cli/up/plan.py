@@ -36,6 +36,8 @@ class ClusterOptions:
     local_prefill_tokens: int | None = None
     mixed: bool = False
     """Decoders prefill by themselves, and there are no prefillers."""
+    speculate: str | None = None
+    draft_tokens: int | None = None
     verify_kv: bool = False
     log_level: str = "info"
     drain_seconds: float = 30.0
@@ -73,7 +75,7 @@ WORKER = ("provider", "dtype", "page_size", "kv_memory", "threads")
 OWN: dict[str, tuple[str, ...]] = {
     "router": ("zmq_port",),
     "prefiller": (*WORKER, "chunk_size"),
-    "decoder": (*WORKER, "local_prefill_tokens", "mixed", "verify_kv"),
+    "decoder": (*WORKER, "local_prefill_tokens", "mixed", "speculate", "draft_tokens", "verify_kv"),
 }
 """Options that each role takes; the flags have the same names."""
 

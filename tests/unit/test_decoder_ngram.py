@@ -1,0 +1,39 @@
+"""Drafts that are looked up: the latest place where the longest end stood, in constant time a token."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+from kvferry_decoder.ngram import INDEXED_AT_ONCE, LENGTHS, PromptLookup
+
+
+def searched(tokens, most):
+    """The same by searching the whole sequence."""
+    for length in LENGTHS:
+        end = tokens[-length:]
+        for position in range(len(tokens) - 1, length - 1, -1):
+            if tokens[position - length : position] == end:
+                copied = list(tokens)
+                for index in range(most):
+                    copied.append(copied[position + index])
+                return copied[len(tokens) :]
+    return []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 60), st.integers(1, 9))
+def test_what_is_found_is_what_a_search_finds(tokens, first, most):
+    lookup = PromptLookup()
+    for end in range(min(first, len(tokens)), len(tokens) + 1):
+        assert lookup.drafts(tokens[:end], most) == searched(tokens[:end], most)
+
+
+def test_a_loop_goes_on():
+    assert PromptLookup().drafts([9, 1, 2, 3, 1, 2, 3, 1, 2], 7) == [3, 1, 2, 3, 1, 2, 3]
+
+
+def test_one_token_alone_says_nothing():
+    assert PromptLookup().drafts([5, 1, 6, 1], 3) == []
+
+
+def test_a_long_sequence_is_indexed_over_several_steps():
+    tokens = list(range(2 * INDEXED_AT_ONCE)) + [3, 4, 5]
+    lookup = PromptLookup()
+    assert [lookup.drafts(tokens, 2) for _ in range(4)] == [[], [], [6, 7], [6, 7]]

@@ -34,6 +34,6 @@ def test_one_token_alone_says_nothing():
 
 
 def test_a_long_sequence_is_indexed_over_several_steps():
-    tokens = list(range(2 * INDEXED_AT_ONCE)) + [3, 4, 5]
+    tokens = [*range(2 * INDEXED_AT_ONCE), 3, 4, 5]
     lookup = PromptLookup()
     assert [lookup.drafts(tokens, 2) for _ in range(4)] == [[], [], [6, 7], [6, 7]]

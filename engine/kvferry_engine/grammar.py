@@ -17,13 +17,11 @@ from typing import NamedTuple
 import llguidance
 import numpy as np
 import torch
-from kvferry_proto.grammar import Grammar, GrammarKind
+from kvferry_proto.grammar import WHITESPACE, Grammar, GrammarKind
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 CACHED_GRAMMARS = 64
 MASK_THREADS = 2
-WHITESPACE = r"[ \t\n\r]{0,24}"
-"""Between the tokens of JSON: room for indentation, and none to ramble until max_tokens."""
 # The hardest grammars then take about half a second of one core to compile.
 LEXER_FUEL = 500_000
 GRAMMAR_SIZE = 200_000

@@ -10,6 +10,8 @@ import orjson
 
 MAX_GRAMMAR_CHARACTERS = 1 << 16
 MAX_CHOICES = 1024
+WHITESPACE = r"[ \t\n\r]{0,24}"
+"""Between the tokens of JSON: room for indentation, and none to ramble until max_tokens."""
 
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")
 

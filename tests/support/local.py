@@ -155,8 +155,8 @@ def start_prefiller(redis_url, model, **fields):
     return _with_endpoint(Running(node))
 
 
-def start_decoder(redis_url, model, **fields):
-    node = DecoderNode(settings(DecoderSettings, redis_url, model, **fields), NodeRef("d", new_incarnation()))
+def start_decoder(redis_url, model, name="d", **fields):
+    node = DecoderNode(settings(DecoderSettings, redis_url, model, **fields), NodeRef(name, new_incarnation()))
     return _with_endpoint(Running(node))
 
 

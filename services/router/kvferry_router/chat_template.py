@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -46,15 +46,19 @@ class ChatTemplate:
         environment.globals["strftime_now"] = _strftime_now
         try:
             self._template = environment.from_string(source)
+            names = meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateSyntaxError as error:
             msg = f"the chat template does not parse: line {error.lineno}: {error.message}"
             raise ChatTemplateError(msg) from error
         self._special_tokens = dict(special_tokens)
+        self.takes_tools = "tools" in names
+        """Whether it knows what tools are."""
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the prompt that asks for the assistant's next turn. Raises ChatTemplateError."""
+        known: dict[str, Any] = {**self._special_tokens, **({"tools": list(tools)} if tools else {})}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special_tokens)
+            return self._template.render(messages=list(messages), add_generation_prompt=True, **known)
         except _RENDERING as error:
             msg = f"the chat template of this model does not take these messages: {error}"
             raise ChatTemplateError(msg) from error

@@ -1,6 +1,7 @@
 """From what a client asked to what the dispatcher takes: prompts become tokens, settings become sampling."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from kvferry_proto.errors import ErrorCode
 from kvferry_proto.grammar import Grammar
@@ -9,18 +10,29 @@ from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.to_router import ChatMessage
 
 from kvferry_router.bad_request import BadRequest
-from kvferry_router.chat_template import ChatTemplateError
+from kvferry_router.chat_template import ChatTemplate, ChatTemplateError
+from kvferry_router.chat_turns import Json, role_of, template_tools, template_turns
 from kvferry_router.job import Job
 from kvferry_router.limits import Limits
 from kvferry_router.model_folder import ModelText
 from kvferry_router.openai_grammar import grammar_of
 from kvferry_router.openai_parse import stops
 from kvferry_router.openai_sampling import check_biases, sampling_of
-from kvferry_router.openai_types import ChatRequest, Common, CompletionRequest, Turn
+from kvferry_router.openai_types import ChatRequest, Common, CompletionRequest
 from kvferry_router.settings import RouterSettings
+from kvferry_router.tool_choice import tools_of
 
 COMPLETION_TOKENS = 16
-ROLES = ("system", "developer", "user", "assistant")
+
+
+class Asked(NamedTuple):
+    """Fields that the two kinds of requests name differently; checked before the prompt is read."""
+
+    tokens: int | None
+    """None takes `default`."""
+    default: int
+    logprobs: int
+    grammar: Grammar | None
 
 
 class JobMaker:
@@ -41,20 +53,27 @@ class JobMaker:
     async def completion(self, request: CompletionRequest, received: int) -> list[Job]:
         """Return one job per prompt."""
         self.check_model(request.model)
-        prompts = await self._prompts(request.prompt)
-        logprobs = -1 if request.logprobs is None else request.logprobs
-        return [
-            self._job(request, tokens, received, logprobs=logprobs, asked=request.max_tokens, default=COMPLETION_TOKENS)
-            for tokens in prompts
-        ]
+        asked = Asked(
+            tokens=request.max_tokens,
+            default=COMPLETION_TOKENS,
+            logprobs=-1 if request.logprobs is None else request.logprobs,
+            grammar=grammar_of(request),
+        )
+        return [self._job(request, tokens, received, asked) for tokens in await self._prompts(request.prompt)]
 
     async def chat(self, request: ChatRequest, received: int) -> Job:
         """Return the job of a chat."""
         self.check_model(request.model)
-        tokens = await self.chat_tokens([_message(turn, index) for index, turn in enumerate(request.messages)])
-        asked = request.max_completion_tokens or request.max_tokens
-        logprobs, default = _chat_logprobs(request), self._settings.default_chat_tokens
-        return self._job(request, tokens, received, logprobs=logprobs, asked=asked, default=default)
+        asked = Asked(
+            tokens=request.max_completion_tokens or request.max_tokens,
+            default=self._settings.default_chat_tokens,
+            logprobs=_chat_logprobs(request),
+            grammar=grammar_of(request),
+        )
+        tools, template = tools_of(request), self._template()
+        turns = template_turns(request.messages, tools, native=template.takes_tools)
+        tokens = await self._rendered(template, turns, template_tools(tools))
+        return self._job(request, tokens, received, asked)
 
     async def text_tokens(self, prompt: str) -> Int32s:
         """Tokenise a prompt."""
@@ -62,15 +81,24 @@ class JobMaker:
 
     async def chat_tokens(self, messages: Sequence[ChatMessage]) -> Int32s:
         """Tokenise a chat, through the model's template."""
-        if self._text.template is None:
-            msg = "this model has no chat template; use completions"
-            raise BadRequest(msg, "messages")
         if not messages:
             msg = "messages is empty"
             raise BadRequest(msg, "messages")
-        turns = [{"role": _role(turn.role, index), "content": turn.content} for index, turn in enumerate(messages)]
+        turns = [
+            {"role": role_of(turn.role, f"messages[{index}]"), "content": turn.content}
+            for index, turn in enumerate(messages)
+        ]
+        return await self._rendered(self._template(), turns, [])
+
+    def _template(self) -> ChatTemplate:
+        if self._text.template is None:
+            msg = "this model has no chat template; use completions"
+            raise BadRequest(msg, "messages")
+        return self._text.template
+
+    async def _rendered(self, template: ChatTemplate, turns: list[Json], tools: list[Json]) -> Int32s:
         try:
-            text = self._text.template.render(turns)
+            text = template.render(turns, tools)
         except ChatTemplateError as error:
             raise BadRequest(str(error), "messages") from None
         return await self._text.tokenizer.encode(text, add_special_tokens=False)
@@ -101,20 +129,18 @@ class JobMaker:
             tokens=tokens, sampling=sampling, stop=stop, grammar=grammar, cache_salt=cache_salt, received=received
         )
 
-    def _job(
-        self, request: Common, tokens: Int32s, received: int, *, logprobs: int, asked: int | None, default: int
-    ) -> Job:
+    def _job(self, request: Common, tokens: Int32s, received: int, asked: Asked) -> Job:
         sampling = sampling_of(
             request,
-            max_tokens=self._limits.answer_tokens(len(tokens), asked, default),
-            logprobs=logprobs,
+            max_tokens=self._limits.answer_tokens(len(tokens), asked.tokens, asked.default),
+            logprobs=asked.logprobs,
             vocabulary=self._text.tokenizer.vocabulary,
         )
         return Job(
             tokens=tokens,
             sampling=sampling,
             stop=stops(request),
-            grammar=grammar_of(request),
+            grammar=asked.grammar,
             cache_salt=request.cache_salt or "",
             received=received,
         )
@@ -137,29 +163,6 @@ class JobMaker:
             msg = "prompt: expected strings, or token ids, or lists of token ids, got a mixture"
             raise BadRequest(msg, "prompt")
         return [await self.text_tokens(text) for text in texts] or [self.check_ids(ids) for ids in lists]
-
-
-def _role(role: str, index: int) -> str:
-    """Return the role as templates know it."""
-    if role not in ROLES:
-        where = f"messages[{index}].role"
-        msg = f"{where}: expected one of {', '.join(ROLES)}, got {role[:40]!r}"
-        raise BadRequest(msg, where)
-    return "system" if role == "developer" else role
-
-
-def _message(turn: Turn, index: int) -> ChatMessage:
-    where = f"messages[{index}]"
-    if isinstance(turn.content, str):
-        return ChatMessage(role=turn.role, content=turn.content)
-    if turn.content is None:
-        msg = f"{where}.content is missing; tool calls are not supported"
-        raise BadRequest(msg, f"{where}.content")
-    for part in turn.content:
-        if part.type != "text" or part.text is None:
-            msg = f"{where}.content: only parts of type text are supported, got {part.type!r}"
-            raise BadRequest(msg, f"{where}.content")
-    return ChatMessage(role=turn.role, content="".join(part.text or "" for part in turn.content))
 
 
 def _chat_logprobs(request: ChatRequest) -> int:

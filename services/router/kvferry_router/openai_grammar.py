@@ -8,7 +8,8 @@ import orjson
 from kvferry_proto.grammar import MAX_CHOICES, MAX_GRAMMAR_CHARACTERS, Grammar
 
 from kvferry_router.bad_request import BadRequest
-from kvferry_router.openai_types import Common, ResponseFormat
+from kvferry_router.openai_types import ChatRequest, Common, ResponseFormat
+from kvferry_router.tool_choice import tool_grammar
 
 _FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -17,6 +18,8 @@ def grammar_of(request: Common) -> Grammar | None:
     """Return the grammar of the answer, or None if it is free. Raises BadRequest."""
     asked = [(name, value) for name in _FIELDS if (value := getattr(request, name)) is not None]
     found = [(name, grammar) for name, value in asked if (grammar := _grammar(name, value)) is not None]
+    if isinstance(request, ChatRequest) and (called := tool_grammar(request)) is not None:
+        found.append(("tool_choice", check_size(called, "tools")))
     if len(found) > 1:
         msg = f"{' and '.join(name for name, _ in found)} exclude each other: an answer has one shape"
         raise BadRequest(msg, found[1][0])

@@ -25,7 +25,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     if not isinstance(value, dict):
         msg = f"the body must be a JSON object, got {_name(value)}"
         raise BadRequest(msg)
-    _refuse_unsupported(value)
+    _refuse_unsupported(value, kind)
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -45,8 +45,8 @@ def stops(request: Common) -> list[str]:
     return given
 
 
-def _refuse_unsupported(value: dict[str, Any]) -> None:
-    for field in value.keys() & UNSUPPORTED.keys():
+def _refuse_unsupported(value: dict[str, Any], kind: type[Common]) -> None:
+    for field in (value.keys() & UNSUPPORTED.keys()) - set(kind.__struct_fields__):
         # `True == 1` in Python, but not in JSON.
         got = value[field]
         if not any(

@@ -8,13 +8,15 @@ from typing import Any
 import msgspec
 from kvferry_proto.timeline import summary_ms
 from kvferry_proto.to_router import TokenLogprobs
-from kvferry_proto.usage import Usage
+from kvferry_proto.usage import FinishReason, Usage
 
 from kvferry_router.handle import RequestHandle
 from kvferry_router.job import Answer, Outcome, TokenEvent
 from kvferry_router.openai_logprobs import CompletionLogprobs, chat_logprobs
 from kvferry_router.openai_types import ChatRequest, Common, CompletionRequest
 from kvferry_router.tokenizer import Tokenizer
+from kvferry_router.tool_calls import ToolCall, ToolCallParser, as_openai
+from kvferry_router.tool_choice import tools_of
 
 Json = dict[str, Any]
 
@@ -43,18 +45,22 @@ class Choice:
 
     def last(self, outcome: Outcome) -> Json:
         """Return the end of the stream."""
-        return self._frame(self.delta(TokenEvent(token_ids=[], text="", logprobs=[])), [], outcome)
+        return self._frame(self.delta(TokenEvent(token_ids=[], text="", logprobs=[]), last=True), [], outcome)
 
-    def delta(self, event: TokenEvent) -> Json:
-        """Return the part that tells what is new."""
+    def delta(self, event: TokenEvent, *, last: bool = False) -> Json:  # noqa: ARG002  # chats hold text back
+        """Return the part that tells what is new; `last`: nothing will follow."""
         return {"text": event.text, "logprobs": self.logprobs(event.logprobs)}
+
+    def reason(self, outcome: Outcome) -> str:
+        """Return why the answer ended."""
+        return outcome.finish_reason
 
     def logprobs(self, entries: Sequence[TokenLogprobs]) -> Json | None:
         """Return log probabilities, or None where none were asked for."""
         return self._logprobs.format(entries) if entries else None
 
     def _frame(self, body: Json, ids: Sequence[int], outcome: Outcome | None) -> Json:
-        frame: Json = {"index": self.index, **body, "finish_reason": outcome and outcome.finish_reason}
+        frame: Json = {"index": self.index, **body, "finish_reason": outcome and self.reason(outcome)}
         if self._request.return_token_ids:
             frame["token_ids"] = ids
             if not self._begun:
@@ -66,18 +72,41 @@ class Choice:
 class ChatChoice(Choice):
     """One answer in the style of chat completions."""
 
+    def __init__(self, index: int, handle: RequestHandle, request: Common, tokenizer: Tokenizer) -> None:
+        super().__init__(index, handle, request, tokenizer)
+        self._calls = ToolCallParser() if isinstance(request, ChatRequest) and tools_of(request) else None
+
     def whole(self, answer: Answer) -> Json:
         """Return the answer at once."""
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
+        text, calls = self._split(answer.text, last=True)
+        message: Json = {"role": "assistant", "content": text, "refusal": None}
+        if calls:
+            message |= {"content": text or None, "tool_calls": [as_openai(call, streamed=False) for call in calls]}
         body = {"message": message, "logprobs": self.logprobs(answer.logprobs)}
         return self._frame(body, answer.token_ids, answer.outcome)
 
-    def delta(self, event: TokenEvent) -> Json:
-        """Return the part that tells what is new; the first one names the role."""
-        delta = {} if self._begun else {"role": "assistant", "content": ""}
-        if event.text:
-            delta["content"] = event.text
+    def delta(self, event: TokenEvent, *, last: bool = False) -> Json:
+        """Return the part that tells what is new; the first one names the role. A call comes when it is complete."""
+        delta: Json = {} if self._begun else {"role": "assistant", "content": ""}
+        text, calls = self._split(event.text, last=last)
+        if text:
+            delta["content"] = text
+        if calls:
+            delta["tool_calls"] = [as_openai(call, streamed=True) for call in calls]
         return {"delta": delta, "logprobs": self.logprobs(event.logprobs)}
+
+    def reason(self, outcome: Outcome) -> str:
+        """Return why the answer ended."""
+        called = self._calls is not None and self._calls.count and outcome.finish_reason is FinishReason.STOP
+        return "tool_calls" if called else outcome.finish_reason
+
+    def _split(self, text: str, *, last: bool) -> tuple[str, list[ToolCall]]:
+        """Plain text, and calls."""
+        if self._calls is None:
+            return text, []
+        plain, calls = self._calls.push(text)
+        rest, late = self._calls.finish() if last else ("", [])
+        return plain + rest, calls + late
 
     def logprobs(self, entries: Sequence[TokenLogprobs]) -> Json | None:
         """Return log probabilities, or None where none were asked for."""

@@ -11,10 +11,14 @@ from kvferry_proto.message import CacheSalt
 from kvferry_proto.sampling import MAX_BIASED_TOKENS, MAX_TOP_LOGPROBS, Bias, Fraction, Penalty, Repetition
 
 MAX_STOPS = 16
+MAX_TOOLS = 128
 MAX_STOP_CHARACTERS = 256
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Top = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+
+
+FunctionName = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -101,11 +105,59 @@ class TextPart(msgspec.Struct, frozen=True):
     text: str | None = None
 
 
+class FunctionCall(msgspec.Struct, frozen=True):
+    """What an earlier turn called."""
+
+    name: str
+    arguments: str = "{}"
+    """JSON text."""
+
+
+class EarlierCall(msgspec.Struct, frozen=True):
+    """A tool call of an earlier turn."""
+
+    function: FunctionCall
+    id: str | None = None
+    type: Literal["function"] = "function"
+
+
 class Turn(msgspec.Struct, frozen=True):
     """One message of a chat."""
 
     role: str
     content: str | list[TextPart] | None = None
+    tool_calls: list[EarlierCall] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(msgspec.Struct, frozen=True):
+    """A function that the model may call."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """JSON schema of its arguments; None takes any object."""
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True):
+    """A tool; functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(msgspec.Struct, frozen=True):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedChoice(msgspec.Struct, frozen=True):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(Common, frozen=True, kw_only=True):
@@ -115,6 +167,9 @@ class ChatRequest(Common, frozen=True, kw_only=True):
     max_completion_tokens: Positive | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
+    tools: Annotated[list[Tool], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
 
 
 _NOTHING: tuple[Any, ...] = (None,)

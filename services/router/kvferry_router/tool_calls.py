@@ -1,0 +1,93 @@
+"""Tool calls in an answer's text, Hermes style: <tool_call>{"name": ..., "arguments": {...}}</tool_call>."""
+
+import secrets
+from typing import Any
+
+import msgspec
+import orjson
+
+OPEN = "<tool_call>"
+CLOSE = "</tool_call>"
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """One call, complete."""
+
+    index: int
+    name: str
+    arguments: str
+    """JSON text."""
+
+
+def as_openai(call: ToolCall, *, streamed: bool) -> dict[str, Any]:
+    """A call in OpenAI's words; its id is drawn here."""
+    body = {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+    return {"index": call.index} | body if streamed else body
+
+
+class ToolCallParser:
+    """Splits text that comes in pieces into plain text and calls. A tag may be cut anywhere.
+
+    What stands between the tags and is no call is given back as plain text, tags and all: nothing of an answer is lost.
+    """
+
+    def __init__(self) -> None:
+        self._held = ""
+        self._inside = False
+        self.count = 0
+        """Calls found."""
+
+    def push(self, text: str) -> tuple[str, list[ToolCall]]:
+        """Return the plain text that became certain with `text`, and the calls that it completed."""
+        self._held += text
+        plain, calls = [], []
+        while (at := self._held.find(CLOSE if self._inside else OPEN)) >= 0:
+            if not self._inside:
+                plain.append(self._held[:at].rstrip())
+                self._held = self._held[at + len(OPEN) :]
+            elif (call := self._call(self._held[:at])) is not None:
+                calls.append(call)
+                self._held = self._held[at + len(CLOSE) :]
+            else:
+                plain.append(OPEN + self._held[: at + len(CLOSE)])
+                self._held = self._held[at + len(CLOSE) :]
+            self._inside = not self._inside
+        if not self._inside:
+            plain.append(self._certain())
+        return self._trimmed("".join(plain)), calls
+
+    def finish(self) -> tuple[str, list[ToolCall]]:
+        """The answer is over: return what was held back. A last call may lack its closing tag."""
+        rest, self._held = self._held, ""
+        if not self._inside:
+            return self._trimmed(rest), []
+        self._inside = False
+        call = self._call(rest)
+        return ("", [call]) if call is not None else (OPEN + rest, [])
+
+    def _certain(self) -> str:
+        """Take off all that can't be the beginning of a tag."""
+        keep = next((n for n in range(min(len(OPEN) - 1, len(self._held)), 0, -1) if self._held.endswith(OPEN[:n])), 0)
+        # Line breaks before a call belong to it.
+        keep += len(self._held[: len(self._held) - keep]) - len(self._held[: len(self._held) - keep].rstrip())
+        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return certain
+
+    def _trimmed(self, text: str) -> str:
+        """Between calls and after them there is nothing but line breaks."""
+        return "" if self.count and not text.strip() else text
+
+    def _call(self, text: str) -> ToolCall | None:
+        try:
+            value = orjson.loads(text)
+        except orjson.JSONDecodeError:
+            return None
+        match value:
+            case {"name": str(name), "arguments": dict(arguments)}:
+                self.count += 1
+                return ToolCall(self.count - 1, name, orjson.dumps(arguments).decode())
+        return None

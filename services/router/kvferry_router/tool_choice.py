@@ -1,0 +1,56 @@
+"""Which tools an answer may call, and the grammar of an answer that must call one."""
+
+from typing import Any
+
+import orjson
+from kvferry_proto.grammar import WHITESPACE, Grammar
+
+from kvferry_router.bad_request import BadRequest
+from kvferry_router.openai_types import ChatRequest, NamedChoice, Tool
+from kvferry_router.tool_calls import CLOSE, OPEN
+
+
+def tools_of(request: ChatRequest) -> list[Tool]:
+    """Return the tools that the model is told of: none if it may call none. Raises BadRequest."""
+    tools, choice = request.tools or [], request.tool_choice
+    names = [tool.function.name for tool in tools]
+    if len(set(names)) < len(names):
+        msg = "tools: two functions have the same name"
+        raise BadRequest(msg, "tools")
+    if choice == "required" and not tools:
+        msg = "tool_choice needs tools"
+        raise BadRequest(msg, "tool_choice")
+    if isinstance(choice, NamedChoice) and choice.function.name not in names:
+        msg = f"tool_choice: no tool is named {choice.function.name!r}"
+        raise BadRequest(msg, "tool_choice")
+    return [] if choice == "none" else tools
+
+
+def tool_grammar(request: ChatRequest) -> Grammar | None:
+    """Return the grammar of an answer that must call a tool; None if it need not. Raises BadRequest."""
+    choice, tools = request.tool_choice, tools_of(request)
+    if isinstance(choice, NamedChoice):
+        return _calls([tool for tool in tools if tool.function.name == choice.function.name], several=False)
+    if choice == "required":
+        return _calls(tools, several=request.parallel_tool_calls is not False)
+    return None
+
+
+def _calls(tools: list[Tool], *, several: bool) -> Grammar:
+    """Each tool has a rule of its own: its schema is a document of its own, with references into itself."""
+    names = " | ".join(f"call_{number}" for number in range(len(tools)))
+    rules = ['start: call ("\\n" call)*' if several else "start: call", f"call: {names}"]
+    tail = _json(f"}}\n{CLOSE}")
+    for number, tool in enumerate(tools):
+        head = _json(f'{OPEN}\n{{"name": {_json(tool.function.name)}, "arguments": ')
+        rules.append(f"call_{number}: {head} arguments_{number} {tail}")
+        rules.append(f"arguments_{number}: %json {_json(_parameters(tool))}")
+    return Grammar.lark("\n".join(rules))
+
+
+def _parameters(tool: Tool) -> dict[str, Any]:
+    return {"x-guidance": {"whitespace_pattern": WHITESPACE}, "type": "object", **(tool.function.parameters or {})}
+
+
+def _json(value: object) -> str:
+    return orjson.dumps(value).decode()

@@ -1,0 +1,102 @@
+"""Structured answers and tool calls through HTTP, with the openai client: a router, a prefiller and two decoders."""
+
+import contextlib
+import json
+
+import openai
+import pytest
+from kvferry_engine.grammar import make_tokenizer
+from local import start_decoder, start_prefiller
+from scripted import running_router
+
+pytestmark = pytest.mark.timeout(120)
+
+LEASE = {"lease_seconds": 4.0, "heartbeat_seconds": 0.3}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "size": {"enum": [1, 22, 333]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
+TOOL = {"type": "function", "function": {"name": "measure", "description": "Measures.", "parameters": SCHEMA}}
+LONG = "A long prompt is ferried from the prefiller to a decoder. " * 4
+
+
+async def end(node):
+    if not node.task.done():
+        await node.end()
+
+
+@pytest.fixture
+async def cluster(redis_server, tiny_model):
+    # Read once, before nodes run in this process: it holds everything else up.
+    make_tokenizer((tiny_model / "tokenizer.json").read_text(encoding="utf-8"), 49152, frozenset({2}))
+    nodes = [start_prefiller(redis_server.url, tiny_model)]
+    nodes += [start_decoder(redis_server.url, tiny_model, name) for name in ("d1", "d2")]
+    async with contextlib.AsyncExitStack() as stack:
+        for node in nodes:
+            stack.push_async_callback(end, node)
+            await node.ready()
+        router = await stack.enter_async_context(running_router(redis_server.url, tiny_model, **LEASE))
+        url = f"{router.url}/v1"
+        client = openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=90)
+        yield await stack.enter_async_context(client), nodes[1:], tiny_model.name
+
+
+async def test_structured_answers(cluster):
+    client, decoders, model = cluster
+    base = {"model": model, "messages": [{"role": "user", "content": LONG}], "temperature": 0}
+
+    async def ask(**fields):
+        return (await client.chat.completions.create(**(base | {"max_tokens": 40} | fields))).choices[0]
+
+    whole = await ask(response_format=FORMAT)
+    value = json.loads(whole.message.content)
+    assert (set(value), whole.finish_reason) == ({"name", "size"}, "stop")
+    first = await ask(response_format=FORMAT, max_tokens=1)
+    assert (whole.message.content.startswith(first.message.content), first.finish_reason) == (True, "length")
+    assert first.message.content.startswith("{")
+    stopped = await ask(response_format=FORMAT, stop=['"size'])
+    assert (stopped.message.content, stopped.finish_reason) == (whole.message.content.split('"size')[0], "stop")
+    chosen = await ask(extra_body={"guided_choice": ["left", "right"]})
+    assert (chosen.message.content in ("left", "right"), chosen.finish_reason) == (True, "stop")
+    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+        await ask(extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
+
+    # The decoder that answers dies half-way; the other one goes on in the same grammar.
+    stream = await client.chat.completions.create(**base, max_tokens=40, response_format=FORMAT, stream=True)
+    text, killed = "", None
+    async for chunk in stream:
+        text += chunk.choices[0].delta.content or ""
+        if killed is None and text:
+            killed = next(node for node in decoders if node.held())
+            await killed.die()
+    assert text == whole.message.content
+    assert killed is not None
+
+
+async def test_tool_calls(cluster):
+    client, _, model = cluster
+    turns = [{"role": "user", "content": LONG}]
+    base = {"model": model, "temperature": 0, "max_tokens": 90, "tools": [TOOL]}
+    named = {"tool_choice": {"type": "function", "function": {"name": "measure"}}}
+    choice = (await client.chat.completions.create(**base, **named, messages=turns)).choices[0]
+    [call] = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == ("tool_calls", None, "measure")
+    assert set(json.loads(call.function.arguments)) == {"name", "size"}
+
+    stream = await client.chat.completions.create(**base, **named, messages=turns, stream=True)
+    parts = [chunk.choices[0] async for chunk in stream]
+    calls = [each for part in parts for each in part.delta.tool_calls or []]
+    assert [(each.index, each.function.arguments) for each in calls] == [(0, call.function.arguments)]
+    assert not any(part.delta.content for part in parts)
+    assert parts[-1].finish_reason == "tool_calls"
+
+    # The result goes back; nothing has to be called any more.
+    turns += [
+        {"role": "assistant", "tool_calls": [call.model_dump()]},
+        {"role": "tool", "tool_call_id": call.id, "content": "12 cm"},
+    ]
+    after = (await client.chat.completions.create(**(base | {"max_tokens": 3}), messages=turns)).choices[0]
+    assert (after.finish_reason, after.message.tool_calls) == ("length", None)

@@ -1,0 +1,154 @@
+"""Tool calls in the router: found in text that comes in any pieces, put into prompts, and demanded by a grammar."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kvferry_engine.grammar import GrammarCompiler, make_tokenizer
+from kvferry_router.chat_template import ChatTemplate
+from kvferry_router.chat_turns import template_tools, template_turns
+from kvferry_router.openai_parse import parse
+from kvferry_router.openai_types import ChatRequest
+from kvferry_router.tool_calls import ToolCallParser
+from kvferry_router.tool_choice import tool_grammar
+
+ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_cal>"}}\n</tool_call>'
+TWO = '<tool_call>{"name":"g","arguments":{}}</tool_call>'
+BROKEN = '<tool_call>{"name": "f"}</tool_call>'
+NOTHING = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
+CALLS = [
+    ("no call at all, 1 < 2", "no call at all, 1 < 2", []),
+    (ONE, "", ["f"]),
+    (f"Let me see.\n{ONE}\n{TWO}\n", "Let me see.", ["f", "g"]),
+    (f"{ONE} and more", " and more", ["f"]),
+    (f"x{BROKEN}{TWO}", f"x{BROKEN}", ["g"]),
+    ("<tool_call>not closed", "<tool_call>not closed", []),
+    (ONE.removesuffix("\n</tool_call>"), "", ["f"]),
+    ("ends in a half <tool_", "ends in a half <tool_", []),
+    ("</tool_call> alone ", "</tool_call> alone ", []),
+]
+FUNCTION = {
+    "name": "weather",
+    "description": "Looks out of the window",
+    "parameters": {
+        "$defs": {"unit": {"enum": ["C", "F"]}},
+        "properties": {"city": {"type": "string", "maxLength": 5}, "unit": {"$ref": "#/$defs/unit"}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    },
+}
+TOOLS = [{"type": "function", "function": FUNCTION}, {"type": "function", "function": {"name": "nothing"}}]
+MESSAGES = [
+    {"role": "user", "content": "How is it?"},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "nothing", "arguments": '{"a": 1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+]
+
+
+def split(parser, pieces):
+    text, calls = "", []
+    for piece in pieces:
+        more, found = parser.push(piece)
+        text, calls = text + more, calls + found
+    more, found = parser.finish()
+    return text + more, calls + found
+
+
+@pytest.mark.parametrize(("text", "plain", "names"), CALLS, ids=range(len(CALLS)))
+@settings(max_examples=20, deadline=None)
+@given(cuts=st.lists(st.integers(0, 140), max_size=12))
+def test_calls_are_found_wherever_the_text_is_cut(text, plain, names, cuts):
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    pieces = [text[a:b] for a, b in itertools.pairwise(borders)]
+    found, calls = split(ToolCallParser(), pieces)
+    assert (found, [call.name for call in calls]) == (plain, names)
+    assert [call.index for call in calls] == list(range(len(calls)))
+    assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+
+
+def request(**fields):
+    return parse(json.dumps({"messages": MESSAGES, "tools": TOOLS} | fields).encode(), ChatRequest)
+
+
+def test_a_template_that_knows_tools_gets_objects():
+    template = ChatTemplate("{{ tools | tojson }}{% for m in messages %}{{ m | tojson }}\n{% endfor %}", {})
+    assert template.takes_tools
+    asked = request()
+    text = template.render(template_turns(asked.messages, asked.tools, native=True), template_tools(asked.tools))
+    assert '"name": "weather"' in text
+    assert '"tool_calls": [{"type": "function", "function": {"name": "nothing", "arguments": {"a": 1}}}]' in text
+    assert '"role": "tool", "content": "sunny", "tool_call_id": "c1"' in text
+
+
+def test_any_other_template_gets_them_as_text():
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    template = ChatTemplate(source, {})
+    assert not template.takes_tools
+    asked = request()
+    text = template.render(template_turns(asked.messages, asked.tools, native=False))
+    assert text.startswith("[system]# Tools")
+    assert '"description":"Looks out of the window"' in text
+    assert '{"name": <function-name>, "arguments": <args-json-object>}' in text
+    assert '[assistant]<tool_call>\n{"name":"nothing","arguments":{"a":1}}\n</tool_call>' in text
+    assert text.endswith("[user]<tool_response>\nsunny\n</tool_response>")
+    own = template_turns(
+        request(messages=[{"role": "system", "content": "Be kind."}]).messages, asked.tools, native=False
+    )
+    assert [turn["role"] for turn in own] == ["system"]
+    assert own[0]["content"].startswith("Be kind.\n\n# Tools")
+
+
+@pytest.mark.parametrize(
+    ("choice", "good", "bad"),
+    [
+        (
+            {"tool_choice": "required"},
+            [
+                '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "unit": "C"}}\n</tool_call>',
+                f'<tool_call>\n{{"name": "nothing", "arguments": {{"x": [1]}}}}\n</tool_call>\n{NOTHING}',
+            ],
+            [
+                "Sure",
+                '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "unit": "K"',
+                '<tool_call>\n{"name": "x',
+            ],
+        ),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "nothing"}}},
+            [NOTHING],
+            ['<tool_call>\n{"name": "weather'],
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": False},
+            [NOTHING],
+            [f"{NOTHING}\n<tool"],
+        ),
+    ],
+    ids=["required", "named", "one"],
+)
+def test_a_call_that_must_come_is_held_to_its_schema(default_model, choice, good, bad):
+    compiler = GrammarCompiler(default_model, 49152)
+    tokenizer = make_tokenizer((default_model / "tokenizer.json").read_text(encoding="utf-8"), 49152, frozenset({2}))
+    grammar = tool_grammar(request(**choice))
+    for text in good:
+        matcher = compiler.compile_now(grammar, frozenset({2}))
+        tokens = [*tokenizer.tokenize_str(text), 2]
+        assert matcher.fits(tokens) == len(tokens)
+        _, calls = split(ToolCallParser(), [text])
+        assert len(calls) == text.count("<tool_call>")
+    for text in bad:
+        tokens = tokenizer.tokenize_str(text)
+        assert compiler.compile_now(grammar, frozenset({2})).fits(tokens) < len(tokens)
+    compiler.close()
+
+
+def test_a_call_that_may_come_is_free():
+    assert tool_grammar(request()) is None
+    assert tool_grammar(request(tool_choice="auto")) is None
+    assert tool_grammar(request(tool_choice="none")) is None

@@ -79,6 +79,7 @@ static void forget(kf_engine *engine, kf_transfer *transfer) {
 }
 
 static int begin(kf_engine *engine, kf_transfer *transfer) {
+  if (kf_small_begin(engine, transfer)) return 0;
   kf_command *command = calloc(1, sizeof *command);
   if (!command) return -ENOMEM;
   command->run = run_begin;

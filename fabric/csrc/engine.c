@@ -22,7 +22,8 @@ int kf_fail(kf_error *error, int code, const char *format, ...) {
 const char *kf_strerror(int code) { return fi_strerror(code < 0 ? -code : code); }
 
 static int open_locks(kf_engine *e) {
-  int rc = -pthread_mutex_init(&e->command_lock, NULL);
+  int rc = -pthread_mutex_init(&e->helm, NULL);
+  if (rc == 0) rc = -pthread_mutex_init(&e->command_lock, NULL);
   if (rc == 0) rc = -pthread_cond_init(&e->command_done, NULL);
   if (rc == 0) rc = kf_events_open(&e->events);
   if (rc == 0) rc = kf_slots_open(&e->slots, &e->events);
@@ -46,6 +47,7 @@ static int prepare(kf_engine *e, const kf_options *options) {
   e->writes = calloc(e->write_count ? e->write_count : 1, sizeof *e->writes);
   if (!e->writes) return -ENOMEM;
   for (uint32_t i = e->write_count; i-- > 0; e->free_writes = &e->writes[i]) e->writes[i].next = e->free_writes;
+  e->pace.spin_ns = options->spin_ns;
   return open_locks(e);
 }
 
@@ -78,6 +80,7 @@ static void free_engine(kf_engine *e) {
   (void)close(e->wake_fd);
   (void)pthread_cond_destroy(&e->command_done);
   (void)pthread_mutex_destroy(&e->command_lock);
+  (void)pthread_mutex_destroy(&e->helm);
   free(e->writes);
   free(e);
 }
@@ -128,8 +131,10 @@ int kf_event_fd(kf_engine *engine) { return engine->events.fd; }
 
 int kf_expect(kf_engine *engine, uint32_t slot, uint32_t generation, uint64_t pages) {
   int rc = kf_slots_expect(&engine->slots, slot, generation, pages);
-  if (rc == 0) kf_wake(engine);
-  return rc;
+  if (rc) return rc;
+  atomic_store(&engine->armed_ns, kf_now());
+  kf_wake(engine);
+  return 0;
 }
 
 int kf_disarm(kf_engine *engine, uint32_t slot, uint32_t generation) {

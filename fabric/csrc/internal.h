@@ -1,4 +1,5 @@
-/* What the files of the fabric share. Fields are owned by the engine's thread unless a lock or `_Atomic` is named. */
+/* What the files of the fabric share. Fields are owned by whoever holds the engine's helm, its thread most of the time,
+ * unless a lock or `_Atomic` is named. */
 #ifndef KF_INTERNAL_H
 #define KF_INTERNAL_H
 
@@ -264,6 +265,7 @@ const char *kf_path_name(const kf_transfer *transfer, const kf_path *path, char 
 /* ---- schedule.c, post.c, complete.c ---- */
 int kf_schedule_check(const kf_schedule *plan, kf_error *error);
 bool kf_schedule_moved(const kf_engine *engine);
+bool kf_schedule_follow(kf_transfer *transfer);
 bool kf_schedule_watch(kf_engine *engine);
 
 typedef struct kf_write {
@@ -289,6 +291,7 @@ typedef struct {
 
 void kf_batch_fill(const kf_engine *engine, const kf_transfer *transfer, const kf_path *path, kf_batch *batch);
 void kf_batch_first(const kf_transfer *transfer, const kf_path *path, kf_batch *batch); /* the first page of the first layer */
+bool kf_post_turn(kf_engine *engine, kf_transfer *transfer);
 bool kf_post_round(kf_engine *engine);
 void kf_post_account(kf_engine *engine, kf_transfer *transfer, const kf_batch *batch, uint64_t now_ns);
 void kf_post_advance(kf_engine *engine, kf_transfer *transfer, const kf_batch *batch);
@@ -311,7 +314,7 @@ bool kf_faults_fail(kf_faults *faults);
 void kf_faults_uncount(kf_faults *faults);
 bool kf_faults_corrupt(kf_faults *faults);
 
-/* ---- command.c: how other threads ask the engine's thread to do something ---- */
+/* ---- command.c: how other threads ask the engine's thread to do something; small.c: how they do it themselves ---- */
 typedef struct kf_command {
   void (*run)(kf_engine *engine, struct kf_command *command);
   void *subject;
@@ -331,6 +334,24 @@ int kf_command_send(kf_engine *engine, kf_command *command);
 bool kf_command_round(kf_engine *engine);
 bool kf_command_waiting(kf_engine *engine);
 void kf_command_refuse_all(kf_engine *engine);
+bool kf_small_begin(kf_engine *engine, kf_transfer *transfer);
+
+/* ---- pace.c ---- */
+typedef struct {
+  uint64_t spin_ns;
+  uint64_t since_ns;   /* last progress or arming */
+  uint64_t step_ns;    /* from progress to progress, as it has been lately */
+  uint64_t arrival_ns; /* from a slot's arming to progress */
+  uint64_t crowded_until_ns;
+  uint64_t crowded_for_ns; /* the next time */
+  bool armed; /* `since_ns` is the time of an arming */
+} kf_pace;
+
+void kf_pace_progress(kf_pace *pace, uint64_t now);
+void kf_pace_armed(kf_pace *pace, uint64_t when);
+void kf_pace_in_vain(kf_pace *pace);
+bool kf_pace_awake(const kf_pace *pace, uint64_t now, uint64_t least_ns);
+void kf_pace_yield(kf_pace *pace, uint64_t now);
 
 /* ---- local.c and its neighbours, which share local.h: peers on the same host ---- */
 int kf_local_open(kf_engine *engine, kf_error *error);
@@ -358,9 +379,11 @@ struct kf_engine {
   uint32_t gather;
 
   pthread_t thread;
+  pthread_mutex_t helm; /* who holds it may call libfabric; the thread lets go of it while it waits */
   int wake_fd;
   _Atomic bool sleeping;
   _Atomic bool stopping;
+  _Atomic uint64_t armed_ns; /* when a slot was armed last */
 
   pthread_mutex_t command_lock;
   pthread_cond_t command_done;
@@ -386,8 +409,7 @@ struct kf_engine {
   kf_write *free_writes;
   uint64_t hold_until_ns; /* earliest write that the DELAY fault holds back; 0: none */
   bool stalled;           /* the provider refused a write for want of room in the last round */
-  uint64_t step_ns; /* from one progress to the next, as it has been lately */
-  uint64_t crowded_until_ns;
+  kf_pace pace;
   uint64_t nap_ns;
   uint64_t dead_check_ns;
   uint64_t health_check_ns;

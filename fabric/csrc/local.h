@@ -9,7 +9,7 @@
  *        ◀─ REVOKED, once the key is closed ────
  *        ── DROPPED, once it is unmapped ──────▶
  *
- * Everything here belongs to the engine's thread. The other end is a kvferry of the same user. */
+ * Everything here belongs to who is at the engine's helm. The other end is a kvferry of the same user. */
 #ifndef KF_LOCAL_H
 #define KF_LOCAL_H
 

@@ -183,7 +183,7 @@ static bool flush(kf_engine *engine, kf_transfer *t) {
   return true;
 }
 
-static bool turn(kf_engine *engine, kf_transfer *t) {
+bool kf_post_turn(kf_engine *engine, kf_transfer *t) {
   if (t->by_link) return t->state == KF_POSTING && kf_local_turn(engine, t);
   bool leaves = t->unsealed && !kf_path_usable(t->path) && kf_paths_left(t->plan.peer);
   if (t->state == KF_POSTING) return leaves ? flush(engine, t) : post_turn(engine, t);
@@ -208,7 +208,7 @@ bool kf_post_round(kf_engine *engine) {
   engine->hold_until_ns = 0;
   for (kf_transfer *t = engine->active.next, *next; t != &engine->active; t = next) {
     next = t->next;
-    if (turn(engine, t)) progress = true;
+    if (kf_post_turn(engine, t)) progress = true;
   }
   rotate(&engine->active);
   return progress;

@@ -84,7 +84,8 @@ bool kf_schedule_moved(const kf_engine *engine) {
   return false;
 }
 
-static bool follow(kf_transfer *transfer) {
+bool kf_schedule_follow(kf_transfer *transfer) {
+  if (!follows(transfer)) return false;
   uint32_t done = layers_done(transfer);
   if (done <= transfer->layers_seen) return false;
   uint64_t now = kf_now();
@@ -97,6 +98,6 @@ static bool follow(kf_transfer *transfer) {
 bool kf_schedule_watch(kf_engine *engine) {
   bool moved = false;
   for (kf_transfer *t = engine->active.next; t != &engine->active; t = t->next)
-    if (follows(t) && follow(t)) moved = true;
+    if (kf_schedule_follow(t)) moved = true;
   return moved;
 }

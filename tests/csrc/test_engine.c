@@ -157,6 +157,42 @@ static void cancels_from_another_thread(side *from, side *to, kf_peer *peer) {
   CHECK(kinds[KF_DONE] > 0 && kinds[KF_FAILED] == failed && kinds[KF_DONE] + kinds[KF_CANCELLED] + failed == TRANSFERS);
 }
 
+typedef struct {
+  side *from, *to;
+  kf_peer *peer;
+  uint32_t half; /* of the pages of layer 0 */
+} writer;
+
+static void *write_half(void *argument) {
+  writer *w = argument;
+  kf_error error;
+  kf_remote remote;
+  kf_region_remote(w->to->region, &remote);
+  for (uint64_t i = 0; i < PAGES / 2; i++) {
+    uint64_t offset = (w->half * PAGES / 2 + i) * PAGE;
+    CHECK(kf_write_one(w->from->engine, w->from->region, offset, w->peer, &remote, offset, PAGE, 2, 7, &error));
+  }
+  return NULL;
+}
+
+/* Small writes are posted by whoever asks for them; the engine's thread and another writer want to do so too. */
+static void small_writes_of_two_threads(side *from, side *to, kf_peer *peer) {
+  writer writers[2] = {{from, to, peer, 0}, {from, to, peer, 1}};
+  pthread_t threads[2];
+  kf_event event;
+  memset(to->memory, 0, PAGES * PAGE);
+  CHECK(kf_expect(to->engine, 2, 7, PAGES) == 0);
+  for (int i = 0; i < 2; i++) CHECK(pthread_create(&threads[i], NULL, write_half, &writers[i]) == 0);
+  for (int i = 0; i < PAGES; i++) {
+    take(from->engine, &event);
+    CHECK(event.kind == KF_DONE && event.pages == 1 && kf_release(from->engine, event.transfer) == 0);
+  }
+  for (int i = 0; i < 2; i++) CHECK(pthread_join(threads[i], NULL) == 0);
+  take(to->engine, &event);
+  CHECK(event.kind == KF_ARRIVED && event.pages == PAGES && kf_disarm(to->engine, 2, 7) == 1);
+  CHECK(!memcmp(to->memory, from->memory, PAGES * PAGE));
+}
+
 /* One side goes away while the other is writing to it, and then the writer in the middle of its failed transfers. */
 static void closing_in_the_middle(void) {
   kf_run runs[PAGES];
@@ -189,6 +225,7 @@ int main(int argc, char **argv) {
   kf_peer *peer = connect_sides(&from, &to);
   bytes_are_right(&from, &to, peer);
   cancels_from_another_thread(&from, &to, peer);
+  small_writes_of_two_threads(&from, &to, peer);
   CHECK(kf_disconnect(from.engine, peer, &error) == 0 && kf_counter_free(counter, &error) == 0);
   counter = NULL;
   kf_stats(from.engine, &stats);

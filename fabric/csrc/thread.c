@@ -14,7 +14,7 @@
 #define NAP_FIRST_NS (20 * US)    /* providers without an fd: naps double from here... */
 #define NAP_BUSY_NS (200 * US)    /* ...to here while writes are in flight, */
 #define NAP_ARMED_NS (1 * MS)     /* ...to here while slots are armed or layers awaited, */
-#define NAP_LISTENING_NS (5 * MS) /* ...to here while memory is registered that peers may still write to */
+#define NAP_LISTENING_NS (20 * MS) /* ...to here while memory is registered that peers may still write to: 0.15 % of a core */
 #define TIMER_SLACK_NS (5 * US)
 #define SLICE_NS (100 * US)
 #define KEEP_POLICY 8 /* SCHED_FLAG_KEEP_POLICY */

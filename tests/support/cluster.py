@@ -197,7 +197,7 @@ class Cluster:
                 return False
 
         wait_for(seen, 15, f"{count} nodes in Redis")
-        time.sleep(0.6)  # two reads of the slowest view
+        time.sleep(0.6)  # a read of the slowest view
 
     def __exit__(self, kind, *_):
         try:

@@ -35,6 +35,8 @@ static int prepare(kf_engine *e, const kf_options *options) {
   e->options = *options;
   snprintf(e->provider_name, sizeof e->provider_name, "%s", options->provider);
   e->options.provider = e->provider_name;
+  const kf_provider *provider = kf_provider_find(options->provider);
+  if (e->options.window_bytes == 0 && provider) e->options.window_bytes = provider->window_bytes;
   e->active.next = e->active.previous = &e->active;
   e->domain_count = options->domains;
   for (uint32_t i = 0; i < KF_MAX_DOMAINS; i++) {
@@ -90,8 +92,8 @@ kf_engine *kf_open(const kf_options *options, kf_error *error) {
     kf_fail(error, -EINVAL, "an engine has 1 to %d domains, or serves its host alone, not %u", KF_MAX_DOMAINS, options->domains);
     return NULL;
   }
-  if (options->window == 0 || options->max_write_bytes == 0 || options->window_bytes == 0) {
-    kf_fail(error, -EINVAL, "window, window bytes and write size must be at least 1");
+  if (options->window == 0 || options->max_write_bytes == 0) {
+    kf_fail(error, -EINVAL, "window and write size must be at least 1");
     return NULL;
   }
   kf_engine *e = calloc(1, sizeof *e);

@@ -37,6 +37,7 @@ typedef struct {
   bool over_sockets;    /* its connections are TCP sockets of this process */
   bool has_wait_fd;     /* its completion queue can wake poll() */
   uint64_t msg_order;   /* FI_ORDER_WAW: writes to one peer land in the order in which they were posted */
+  uint64_t window_bytes; /* outstanding at most: what its speed needs; more would only be a longer queue */
 } kf_provider;
 
 const kf_provider *kf_provider_find(const char *name);
@@ -221,6 +222,7 @@ typedef struct kf_transfer {
   uint32_t layer;        /* next to post: layer, run, page within the run */
   uint32_t run;
   int32_t page;
+  uint64_t left_bytes; /* not yet posted, of all layers */
   uint32_t in_flight;
   uint64_t in_flight_bytes; /* posted, and not known to have landed */
   bool by_link;             /* to a peer on this host, without a domain */

@@ -39,7 +39,7 @@ typedef struct {
   int local;                /* peers on this host may write to shared memory without a domain */
   uint64_t spin_ns;         /* how long the thread spins after the last progress */
   uint64_t max_write_bytes; /* neighbouring pages are merged up to this size */
-  uint64_t window_bytes;    /* no more writes are posted to a domain while this much is in flight on it */
+  uint64_t window_bytes;    /* no more is posted to a domain while this much is in flight on it; 0: as the provider needs */
   uint32_t window;          /* the same in writes */
   uint32_t gather;          /* scattered pages in one write; 0: as many as the provider takes */
   uint64_t stall_ns;        /* a transfer that cannot post anything for this long fails */

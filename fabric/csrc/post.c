@@ -1,4 +1,4 @@
-/* Posts the writes of layers that are done, a few of each transfer in turn.
+/* Posts the writes of layers that are done, a few of each transfer in turn, within a window of outstanding bytes.
  *
  * A transfer may end only when nothing of it can land any more. Over ordered providers one write in a turn is enough to
  * know that: the last write of every turn (the seal) completes when it is in the target's memory, and then so are those
@@ -9,9 +9,10 @@
 
 #include <stdio.h>
 
-#define TURN_WRITES 64 /* of one transfer, before the next has its turn */
-#define TURN_BYTES (1u << 20)
-#define RESERVE 4 /* one in so many writes is kept for transfers that have little in flight */
+#define TURN_WRITES 128 /* of one transfer, before the next has its turn */
+#define TURNS 4                /* in a window of outstanding bytes */
+#define LITTLE_BYTES (256u << 10) /* a transfer with no more than this left goes first */
+#define RESERVE 4 /* one in so many writes is kept for transfers that have little left */
 
 static ssize_t post(const kf_transfer *t, const kf_path *path, const kf_batch *b, kf_write *write, bool seal) {
   struct fi_msg_rma message = {.msg_iov = b->local,
@@ -64,6 +65,7 @@ void kf_post_account(kf_engine *engine, kf_transfer *t, const kf_batch *b, uint6
   event->pages += b->pages;
   event->bytes += b->bytes;
   event->writes++;
+  t->left_bytes -= b->bytes;
   kf_add(&engine->total_writes, 1);
   kf_add(&engine->total_pages, b->pages);
   kf_add(&engine->total_bytes, b->bytes);
@@ -106,27 +108,39 @@ bool kf_post_held_back(kf_engine *engine, const kf_transfer *t) {
   return true;
 }
 
-/* Whether the domain's window is open for one more write once `writes` more with `bytes` are out. A transfer with little in
- * flight finds it open when the large ones have filled their part. */
+static bool has_little_left(const kf_transfer *t) { return t->left_bytes <= LITTLE_BYTES; }
+
+/* A transfer whose layers are all done is waited for: nothing hides it any more. Its turns are twice as long. */
+static uint64_t turn_bytes(const kf_engine *engine, const kf_transfer *t) {
+  uint32_t weight = t->layers_seen == t->plan.layers ? 2 : 1;
+  return engine->options.window_bytes / TURNS / 2 * weight;
+}
+
+/* Whether the domain's window is open for one more write once `writes` more with `bytes` are out. For transfers with little left
+ * it is twice as large: they need not wait until the large ones have emptied it. */
 static bool window_open(const kf_engine *engine, const kf_transfer *t, const kf_domain *domain, uint32_t writes,
                         uint64_t bytes) {
-  bool small = t->in_flight_bytes + bytes < TURN_BYTES;
-  uint64_t limit = engine->options.window_bytes * (small ? 2 : 1);
-  uint32_t kept = small ? 0 : engine->options.window / RESERVE;
+  bool little = has_little_left(t);
+  uint64_t limit = engine->options.window_bytes * (little ? 2 : 1);
+  uint32_t kept = little ? 0 : engine->options.window / RESERVE;
   return domain->in_flight + writes + kept < engine->options.window && domain->in_flight_bytes + bytes < limit;
 }
 
 /* Whether another write follows in this turn. A wrong yes costs a flush, a wrong no an acknowledgement. */
 static bool turn_goes_on(const kf_engine *engine, const kf_transfer *t, const kf_domain *domain, const kf_batch *b,
                          uint32_t posted, uint64_t bytes) {
-  if (posted + 1 == TURN_WRITES || bytes + b->bytes >= TURN_BYTES) return false;
+  if (posted + 1 == TURN_WRITES || bytes + b->bytes >= turn_bytes(engine, t)) return false;
   if (b->run == t->plan.run_count && t->layer + 1 == t->layers_seen) return false;
   if (b->run == t->plan.run_count && atomic_load_explicit(&engine->faults.on, memory_order_relaxed)) return false;
   return window_open(engine, t, domain, 1, b->bytes);
 }
 
+static kf_path *path_of(kf_engine *engine, const kf_transfer *t) {
+  return t->unsealed ? t->path : kf_paths_choose(engine, t->plan.peer);
+}
+
 static bool post_turn(kf_engine *engine, kf_transfer *t) {
-  kf_path *path = t->unsealed ? t->path : kf_paths_choose(engine, t->plan.peer);
+  kf_path *path = path_of(engine, t);
   const kf_domain *domain = path->domain;
   uint32_t posted = 0;
   uint64_t bytes = 0;
@@ -190,26 +204,37 @@ bool kf_post_turn(kf_engine *engine, kf_transfer *t) {
   return t->state == KF_DRAINING && t->unsealed && flush(engine, t);
 }
 
-/* The first in line moves to the end, so that a large transfer does not starve the others. */
-static void rotate(kf_transfer *ring) {
-  kf_transfer *first = ring->next;
-  if (first == ring || first->next == ring) return;
-  ring->next = first->next;
-  first->next->previous = ring;
-  first->next = ring;
-  first->previous = ring->previous;
-  ring->previous->next = first;
-  ring->previous = first;
+/* To the end of the line. */
+static void requeue(kf_transfer *ring, kf_transfer *t) {
+  t->previous->next = t->next;
+  t->next->previous = t->previous;
+  t->next = ring;
+  t->previous = ring->previous;
+  ring->previous->next = t;
+  ring->previous = t;
 }
 
-bool kf_post_round(kf_engine *engine) {
+static bool can_post(kf_engine *engine, const kf_transfer *t) {
+  return t->state == KF_POSTING && (t->by_link || window_open(engine, t, path_of(engine, t)->domain, 0, 0));
+}
+
+/* Those that can post go to the end of the line first: afterwards they may be gone. */
+static bool post_all(kf_engine *engine, bool little) {
   bool progress = false;
+  kf_transfer *ring = &engine->active, *last = ring->previous;
+  for (kf_transfer *t = ring->next, *next; t != ring; t = next) {
+    next = t == last ? ring : t->next;
+    if (has_little_left(t) != little) continue;
+    if (can_post(engine, t)) requeue(ring, t);
+    progress |= kf_post_turn(engine, t);
+  }
+  return progress;
+}
+
+/* Transfers with little left, as contexts and tail chunks have, do not wait for the others, which take turns. */
+bool kf_post_round(kf_engine *engine) {
   engine->stalled = false;
   engine->hold_until_ns = 0;
-  for (kf_transfer *t = engine->active.next, *next; t != &engine->active; t = next) {
-    next = t->next;
-    if (kf_post_turn(engine, t)) progress = true;
-  }
-  rotate(&engine->active);
-  return progress;
+  bool little = post_all(engine, true);
+  return post_all(engine, false) || little;
 }

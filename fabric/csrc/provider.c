@@ -6,19 +6,23 @@
 #include <stdlib.h>
 #include <string.h>
 
+#define MIB (1u << 20)
 #define MODES_NIC (FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY)
 
 /* A write over tcp is complete, by itself, once its bytes are in a socket buffer. From there they may still reach the
  * target after a cancel was confirmed, and a write that the target refuses looks like a success. So post.c asks for
  * FI_DELIVERY_COMPLETE: of every write, or, where writes to one peer land in order (FI_ORDER_WAW), of the last in a turn.
- * efa's datagrams take many paths; verbs would keep the order, on its reliable connections, but has not been tried. */
+ * efa's datagrams take many paths; verbs would keep the order, on its reliable connections, but has not been tried.
+ *
+ * A small write waits behind what is outstanding. Over tcp, 64 KiB beside 2 GiB took 148, 158, 205, 373, 734 us with windows
+ * of 1/2, 1, 2, 4, 8 MiB; throughput was the same within the noise from 1 MiB up, for pages of 4, 64 and 256 KiB. */
 static const kf_provider table[] = {
-    {"efa", "efa", MODES_NIC, false, false, true, 0},
-    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, 0},
-    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, FI_ORDER_WAW},
+    {"efa", "efa", MODES_NIC, false, false, true, 0, 8 * MIB},
+    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, 0, 8 * MIB},
+    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, FI_ORDER_WAW, 2 * MIB},
     /* net has an fd, but in 1.17 it stays readable once a connection stands: sleeping on it would never sleep */
-    {"net", "net", MODES_NIC, true, true, false, FI_ORDER_WAW},
-    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, FI_ORDER_WAW},
+    {"net", "net", MODES_NIC, true, true, false, FI_ORDER_WAW, 2 * MIB},
+    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, FI_ORDER_WAW, 2 * MIB},
 };
 
 const kf_provider *kf_provider_find(const char *name) {

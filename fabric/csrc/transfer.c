@@ -35,6 +35,8 @@ kf_transfer *kf_transfer_new(const kf_schedule *plan, bool trace) {
   }
   if (plan->run_count) memcpy(transfer->runs, plan->runs, plan->run_count * sizeof *plan->runs);
   transfer->plan.runs = transfer->runs;
+  for (uint32_t i = 0; i < plan->run_count; i++) transfer->left_bytes += (uint64_t)plan->runs[i].count * plan->length;
+  transfer->left_bytes *= plan->layers;
   transfer->whole_pages = plan->length == plan->source_page_stride && plan->length == plan->destination_page_stride;
   transfer->node.event.slot = plan->slot;
   transfer->node.event.generation = plan->generation;

@@ -65,7 +65,7 @@ class TransferEngine:
         domains: Sequence[str] = (),
         gather: int = 0,
         window: int = 128,
-        window_bytes: int = 8 << 20,
+        window_bytes: int = 0,
         stall_seconds: float = 2.0,
         silence_seconds: float = 5.0,
     ) -> None:
@@ -82,7 +82,7 @@ class TransferEngine:
             domains: local addresses, one for each domain (NIC) to write and listen on; at most 8.
             gather: scattered pages in one write; 0 means as many as the provider takes.
             window: writes in flight in a domain at most, over all transfers.
-            window_bytes: no more writes are posted to a domain while this many bytes are in flight there.
+            window_bytes: no more is posted to a domain while this many bytes are in flight there; 0: as it needs.
             silence_seconds: a connection that confirms none of its writes for this long is cut; their transfers fail.
             stall_seconds: a transfer that cannot post anything for this long, because its peer takes nothing, fails.
 

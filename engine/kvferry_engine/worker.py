@@ -18,6 +18,7 @@ from kvferry_proto.nodes import NodeRef
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
+from kvferry_engine.fabric_cpus import fabric_cpus
 from kvferry_engine.kv_pool import KVPool, enough_pages
 from kvferry_engine.models.base import Model, OnLayer
 from kvferry_engine.prefix_cache import PrefixCache
@@ -64,6 +65,7 @@ class Worker:
             incarnation=ref.incarnation,
             domains=settings.fabric_hosts,
             trace=bool(settings.fault),
+            cpus=fabric_cpus(settings),
         )
         try:
             self._open(settings, progress)

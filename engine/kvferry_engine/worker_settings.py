@@ -44,6 +44,15 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
             form="1 to 8 addresses with commas between them",
         ),
     ] = ""
+    fabric_cpus: Annotated[
+        str,
+        msgspec.Meta(pattern=r"^$|^none$|^\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*$"),
+        help_text(
+            "CPUs that the fabric's thread is pinned to. Empty: those near its NICs, where some are nearer; none: it "
+            "is not pinned.",
+            form="CPUs such as 0-3,8, or none",
+        ),
+    ] = ""
     verify_kv: Annotated[
         bool, help_text("Compare the checksum of every page sent with its source; a difference fails the request.")
     ] = False

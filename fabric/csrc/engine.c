@@ -45,10 +45,6 @@ static int prepare(kf_engine *e, const kf_options *options) {
   }
   e->wake_fd = eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC);
   if (e->wake_fd < 0) return -errno;
-  e->write_count = options->window * options->domains;
-  e->writes = calloc(e->write_count ? e->write_count : 1, sizeof *e->writes);
-  if (!e->writes) return -ENOMEM;
-  for (uint32_t i = e->write_count; i-- > 0; e->free_writes = &e->writes[i]) e->writes[i].next = e->free_writes;
   e->pace.spin_ns = options->spin_ns;
   return open_locks(e);
 }

@@ -370,7 +370,7 @@ int kf_link_get(kf_engine *engine, const char *name, bool needed, kf_link **link
 void kf_link_hold(kf_link *link);
 void kf_link_drop(kf_engine *engine, kf_link *link);
 
-/* ---- engine.c, thread.c ---- */
+/* ---- engine.c, thread.c, pin.c ---- */
 struct kf_engine {
   kf_options options;
   char provider_name[16];
@@ -432,6 +432,7 @@ struct kf_engine {
 };
 
 void *kf_thread_main(void *engine);
+int kf_pin(const kf_options *options, kf_error *error);
 void kf_wake(kf_engine *engine);
 int kf_fail(kf_error *error, int code, const char *format, ...) __attribute__((format(printf, 3, 4)));
 

@@ -45,6 +45,8 @@ typedef struct {
   uint64_t stall_ns;        /* a transfer that cannot post anything for this long fails */
   uint64_t silence_ns;      /* a connection with writes in flight that confirms none for this long is cut */
   int trace;                /* keep per-layer times */
+  const uint32_t *cpus;     /* logical CPUs that the thread is pinned to before it opens anything */
+  uint32_t cpu_count;       /* 0: it runs wherever its opener may */
 } kf_options;
 
 typedef struct {
@@ -182,6 +184,9 @@ int kf_fault(kf_engine *engine, int kind, uint64_t value);
 uint32_t kf_immediate_pack(uint32_t slot, uint32_t generation, uint32_t pages);
 void kf_immediate_unpack(uint32_t value, uint32_t *slot, uint32_t *generation, uint32_t *pages);
 const char *kf_strerror(int code);
+
+/* The network interface that has a local address or host name; -ENODEV: none has. */
+int kf_interface(const char *address, char *name, uint32_t room);
 
 /* cffi: end */
 #endif

@@ -4,6 +4,7 @@
 #include <dirent.h>
 #include <ifaddrs.h>
 #include <net/if.h>
+#include <netdb.h>
 #include <netinet/in.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -24,17 +25,32 @@ static in_port_t port_of(const struct sockaddr *a) {
   return a->sa_family == AF_INET ? ((const struct sockaddr_in *)a)->sin_port : ((const struct sockaddr_in6 *)a)->sin6_port;
 }
 
+static int find_interface(const struct sockaddr *address, char *name, size_t room) {
+  struct ifaddrs *all;
+  int rc = -ENODEV;
+  if (getifaddrs(&all)) return -errno;
+  for (const struct ifaddrs *one = all; one && rc; one = one->ifa_next)
+    if (one->ifa_addr && same_host(one->ifa_addr, address))
+      rc = snprintf(name, room, "%s", one->ifa_name) < (int)room ? 0 : -ENOBUFS;
+  freeifaddrs(all);
+  return rc;
+}
+
 /* The interface that has the domain's address; "" if it is not to be found. */
 void kf_link_find(kf_domain *domain) {
-  struct ifaddrs *all;
-  domain->interface[0] = 0;
-  if (!domain->provider->over_ip || getifaddrs(&all)) return;
-  for (const struct ifaddrs *one = all; one; one = one->ifa_next)
-    if (one->ifa_addr && same_host(one->ifa_addr, (const struct sockaddr *)domain->address)) {
-      snprintf(domain->interface, sizeof domain->interface, "%s", one->ifa_name);
-      break;
-    }
-  freeifaddrs(all);
+  bool found = domain->provider->over_ip && find_interface((const struct sockaddr *)domain->address, domain->interface,
+                                                           sizeof domain->interface) == 0;
+  if (!found) domain->interface[0] = 0;
+}
+
+int kf_interface(const char *address, char *name, uint32_t room) {
+  struct addrinfo *all, hints = {.ai_socktype = SOCK_STREAM};
+  int rc = -ENODEV;
+  if (getaddrinfo(address, NULL, &hints, &all)) return -ENODEV;
+  for (const struct addrinfo *one = all; one && rc == -ENODEV; one = one->ai_next)
+    rc = find_interface(one->ai_addr, name, room);
+  freeaddrinfo(all);
+  return rc;
 }
 
 /* What cannot be asked is taken to be up: the writes will tell. */

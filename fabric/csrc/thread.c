@@ -2,6 +2,7 @@
 #include "internal.h"
 
 #include <poll.h>
+#include <stdlib.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
@@ -175,8 +176,18 @@ static void drain(kf_engine *e) {
   pthread_mutex_unlock(&e->helm);
 }
 
-static int open_domains(kf_engine *e) {
-  int rc = e->options.local ? kf_local_open(e, e->open_error) : 0;
+static int open_writes(kf_engine *e) {
+  e->write_count = e->options.window * e->domain_count;
+  e->writes = calloc(e->write_count ? e->write_count : 1, sizeof *e->writes);
+  if (!e->writes) return kf_fail(e->open_error, -ENOMEM, "no memory for %u writes in flight", e->write_count);
+  for (uint32_t i = e->write_count; i-- > 0; e->free_writes = &e->writes[i]) e->writes[i].next = e->free_writes;
+  return 0;
+}
+
+static int open_all(kf_engine *e) {
+  int rc = kf_pin(&e->options, e->open_error);
+  if (rc == 0) rc = open_writes(e);
+  if (rc == 0 && e->options.local) rc = kf_local_open(e, e->open_error);
   for (uint32_t i = 0; rc == 0 && i < e->domain_count; i++)
     rc = kf_domain_open(&e->domains[i], &e->options, e->open_error);
   return rc;
@@ -194,7 +205,7 @@ static uint32_t pieces_in_a_write(const kf_engine *e) {
 }
 
 static int open_and_report(kf_engine *e) {
-  int rc = open_domains(e);
+  int rc = open_all(e);
   pthread_mutex_lock(&e->command_lock);
   e->opened = true;
   e->open_result = rc;

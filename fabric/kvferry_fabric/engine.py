@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from threading import Lock
 from typing import Any, Self
 
@@ -19,6 +19,7 @@ from kvferry_fabric.providers import LOCAL, choose
 from kvferry_fabric.runs import Runs
 from kvferry_fabric.schedule import ChunkSchedule
 from kvferry_fabric.shared_memory import SharedMemory
+from kvferry_fabric.topology.cpuset import MOST_CPUS
 
 _BATCH = 64
 _ADDRESS_ROOM = 256
@@ -37,6 +38,14 @@ def _distinct(domains: Sequence[str]) -> tuple[str, ...]:
         msg = f"an engine has up to {MAX_DOMAINS} domains, each another; asked for {', '.join(domains)}"
         raise FabricError(msg)
     return tuple(domains)
+
+
+def _sorted(cpus: Collection[int]) -> list[int]:
+    wrong = [cpu for cpu in cpus if not 0 <= cpu < MOST_CPUS]
+    if wrong:
+        msg = f"there is no CPU {wrong[0]}"
+        raise FabricError(msg)
+    return sorted(set(cpus))
 
 
 def _remote(memory: MemoryDescriptor) -> dict[str, Any]:
@@ -69,6 +78,7 @@ class TransferEngine:
         window_bytes: int = 0,
         stall_seconds: float = 2.0,
         silence_seconds: float = 5.0,
+        cpus: Collection[int] = (),
     ) -> None:
         """Open an endpoint in every domain and start the thread of them all.
 
@@ -86,8 +96,10 @@ class TransferEngine:
             window_bytes: no more is posted to a domain while this many bytes are in flight there; 0: as it needs.
             silence_seconds: a connection that confirms none of its writes for this long is cut; their transfers fail.
             stall_seconds: a transfer that cannot post anything for this long, because its peer takes nothing, fails.
+            cpus: logical CPUs to pin the thread to, before it opens anything; none: it runs wherever the caller may.
 
-        Raises FabricUnavailableError if the extension or provider is missing, FabricError if it cannot be opened.
+        Raises FabricUnavailableError if the extension or provider is missing, FabricError if it cannot be opened, or if
+        this process may not run on one of `cpus`.
         """
         binds = _distinct(domains) if domains else (bind,)
         self.provider = choose(provider, binds[0])
@@ -105,7 +117,7 @@ class TransferEngine:
             "trace": trace,
             "local": provider in {"auto", LOCAL},
         }
-        self._native = NativeEngine(options, self.provider, self.binds)
+        self._native = NativeEngine(options, self.provider, self.binds, _sorted(cpus))
         # At interpreter exit, or when nobody refers to the engine: its thread must not outlive the memory it reads.
         self._finalizer = weakref.finalize(self, self._native.close)
         self._trace = trace

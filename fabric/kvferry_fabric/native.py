@@ -36,15 +36,17 @@ def load() -> tuple[Any, Any]:
 class NativeEngine:
     """An open kf_engine, shared by the engine and the handles that it gave out."""
 
-    def __init__(self, options: dict[str, Any], provider: str, binds: Sequence[str]) -> None:
-        """Open it, with a domain for each of `binds`.
+    def __init__(self, options: dict[str, Any], provider: str, binds: Sequence[str], cpus: Sequence[int] = ()) -> None:
+        """Open it, with a domain for each of `binds` and its thread pinned to `cpus`, if any.
 
         Raises FabricError, or FabricUnavailableError if the extension or the provider is missing.
         """
         self.ffi, self.lib = load()
         names = [self.ffi.new("char[]", name.encode()) for name in (provider, *binds)]
         pointers = self.ffi.new("const char *[]", names[1:])
+        places = self.ffi.new("uint32_t[]", list(cpus))
         fields = {"provider": names[0], "binds": pointers, "domains": len(binds)}
+        fields |= {"cpus": places, "cpu_count": len(cpus)}
         settings = self.ffi.new("kf_options *", {**fields, **options})
         error = self.new_error()
         pointer = self.lib.kf_open(settings, error)

@@ -84,8 +84,8 @@ def test_both_readers_agree_on_the_same_machine(tmp_path, name):
     told_by_both = ("address", "ids", "path", "numa", "rdma", "interfaces", "link_layer", "wireless")
     for ours, theirs in zip(linux.nics, recorded.nics, strict=True):
         assert [getattr(ours, field) for field in told_by_both] == [getattr(theirs, field) for field in told_by_both]
-    shares = [(s.device, [n.name for n in s.nics], s.fabric_core, s.nearness) for s in plan(linux).shares]
-    assert shares == [(s.device, [n.name for n in s.nics], s.fabric_core, s.nearness) for s in plan(recorded).shares]
+    shares = [(s.device, [n.name for n in s.nics], s.fabric_cores, s.nearness) for s in plan(linux).shares]
+    assert shares == [(s.device, [n.name for n in s.nics], s.fabric_cores, s.nearness) for s in plan(recorded).shares]
 
 
 def test_sysfs_adds_rates_and_link_states_to_what_hwloc_told(tmp_path):
@@ -171,7 +171,7 @@ def test_this_machine_can_be_read_and_planned():
     topology = plan(detect(), allowed=os.sched_getaffinity(0))
     allowed = os.sched_getaffinity(0)
     for share in topology.shares:
-        assert set(share.fabric_core.cpus) <= allowed
+        assert {cpu for core in share.fabric_cores for cpu in core.cpus} <= allowed
     assert topology.machine.cores
 
 

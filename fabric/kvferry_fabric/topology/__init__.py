@@ -11,6 +11,7 @@ from kvferry_fabric.topology.hwloc import read_file
 from kvferry_fabric.topology.machine import Core, Gpu, Machine, Nic
 from kvferry_fabric.topology.nearness import Nearness
 from kvferry_fabric.topology.odd import LeftOut
+from kvferry_fabric.topology.pinning import pinned, pinned_near, pins
 from kvferry_fabric.topology.planning import CPU, Cpus, Share, Topology, cpus_for, domains_for, plan
 
 __all__ = [
@@ -30,6 +31,9 @@ __all__ = [
     "detect",
     "domains_for",
     "draw",
+    "pinned",
+    "pinned_near",
+    "pins",
     "plan",
     "read_file",
     "summary",

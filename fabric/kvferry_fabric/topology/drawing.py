@@ -6,6 +6,7 @@ from kvferry_fabric.topology.cpuset import to_list
 from kvferry_fabric.topology.machine import Core, Nic
 from kvferry_fabric.topology.nearness import WORDS, Nearness
 from kvferry_fabric.topology.odd import rate
+from kvferry_fabric.topology.pinning import pins
 from kvferry_fabric.topology.planning import CPU, Share, Topology
 
 
@@ -28,6 +29,8 @@ def draw(topology: Topology) -> str:
     nodes = sorted({share.numa for share in topology.shares}, key=lambda node: -1 if node is None else node)
     for node in nodes:
         lines += _node(topology, node)
+    lines += ["Where the fabric's thread of a node is pinned, its pool being in host memory"]
+    lines += _tree([[pin] for pin in _pins(topology)])
     if topology.left_out:
         lines += ["NICs left out"]
         lines += _tree([[f"{left.nic.name} at {left.nic.address}: {left.reason}"] for left in topology.left_out])
@@ -45,10 +48,23 @@ def _node(topology: Topology, node: int | None) -> Iterator[str]:
 
 def _share(topology: Topology, share: Share) -> list[str]:
     name = "CPU pool" if share.device == CPU else f"GPU {share.device}  {share.model}"
-    fabric, workers = _cpus([share.fabric_core]), _cpus(share.worker_cores)
-    count = _count(len({share.fabric_core, *share.worker_cores}), "core")
-    cores = f"{count}: the fabric's thread on CPUs {fabric}, the rest on {workers}"
-    return [name, *_nics(topology, share), cores]
+    return [name, *_nics(topology, share), _cores(share)]
+
+
+def _cores(share: Share) -> str:
+    fabric, workers = _cpus(share.fabric_cores), _cpus(share.worker_cores)
+    count = _count(len({*share.fabric_cores, *share.worker_cores}), "core")
+    return f"{count}: the fabric's thread on CPUs {fabric}, " + (
+        "as all" if fabric == workers else f"the rest on {workers}"
+    )
+
+
+def _pins(topology: Topology) -> list[str]:
+    found = pins(topology)
+    if not found:
+        return [f"nowhere: {'all cores are as near' if topology.machine.nics else 'no NIC'}"]
+    words = {node: "an unknown NUMA node" if node is None else f"NUMA node {node}" for node in found}
+    return [f"with NICs of {words[node]}: CPUs {to_list(cpus)}" for node, cpus in found.items()]
 
 
 def _nics(topology: Topology, share: Share) -> list[str]:

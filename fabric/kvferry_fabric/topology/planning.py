@@ -28,16 +28,19 @@ class Share(msgspec.Struct, frozen=True, kw_only=True):
     """In order of PCI addresses; empty on a machine without any."""
     nearness: Nearness
     """How near these are."""
-    fabric_core: Core
-    """The core of the fabric's thread; the last of the device's, as the system's own work gathers on the first."""
+    fabric_cores: tuple[Core, ...]
+    """Where the fabric's thread may run. A GPU has one core for it: the last of its own, as the system's work gathers
+    on the first. Pools in host memory, of which a host may have several, share those near the NICs."""
     worker_cores: tuple[Core, ...]
-    """The device's other cores; its only one where it has one."""
+    """A GPU's other cores, its only one where it has one; all, for a pool in host memory."""
 
 
 class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """A machine, and who uses what of it."""
 
     machine: Machine
+    cores: tuple[Core, ...]
+    """Those of the machine's that may be used."""
     shares: tuple[Share, ...]
     left_out: tuple[odd.LeftOut, ...]
     provider: str | None = None
@@ -68,7 +71,7 @@ class Cpus(msgspec.Struct, frozen=True, kw_only=True):
     """Logical CPUs to pin threads to, in the form that os.sched_setaffinity takes."""
 
     fabric: frozenset[int]
-    """For the fabric's thread: all hardware threads of one core."""
+    """For the fabric's thread: all hardware threads of its cores."""
     workers: frozenset[int]
     """For everything else of the same process."""
 
@@ -76,8 +79,10 @@ class Cpus(msgspec.Struct, frozen=True, kw_only=True):
 def cpus_for(topology: Topology, device: str = CPU) -> Cpus:
     """Return the CPUs of `device`'s threads. Raises TopologyError as Topology.share does."""
     share = topology.share(device)
-    workers = frozenset(cpu for core in share.worker_cores for cpu in core.cpus)
-    return Cpus(fabric=frozenset(share.fabric_core.cpus), workers=workers)
+    fabric, workers = (
+        frozenset(c for core in cores for c in core.cpus) for cores in (share.fabric_cores, share.worker_cores)
+    )
+    return Cpus(fabric=fabric, workers=workers)
 
 
 def plan(
@@ -101,7 +106,12 @@ def plan(
     left_out += [odd.LeftOut(nic=nic, reason="every GPU has a nearer NIC") for nic in spare]
     left_out.sort(key=lambda left: pci.sort_key(left.nic.address))
     return Topology(
-        machine=machine, shares=tuple(shares), left_out=tuple(left_out), provider=provider, notes=tuple(notes)
+        machine=machine,
+        cores=tuple(cores),
+        shares=tuple(shares),
+        left_out=tuple(left_out),
+        provider=provider,
+        notes=tuple(notes),
     )
 
 
@@ -119,7 +129,7 @@ def _allowed(cores: Sequence[Core], allowed: Collection[int] | None, notes: list
 
 
 def _for_pool(nics: list[Nic], cores: list[Core]) -> Share:
-    """The host's pool takes every NIC and every core; its fabric thread runs beside the first NIC."""
+    """The host's pool takes every NIC and every core; its fabric's thread runs on the first NIC's NUMA node."""
     home = nics[0].numa if nics else None
     near = [core for core in cores if core.numa == home] or cores
     nodes = {core.numa for core in cores}
@@ -129,8 +139,8 @@ def _for_pool(nics: list[Nic], cores: list[Core]) -> Share:
         numa=nodes.pop() if len(nodes) == 1 else None,
         nics=tuple(nics),
         nearness=Nearness.NUMA if nics and close else Nearness.SYSTEM,
-        fabric_core=near[-1],
-        worker_cores=tuple(core for core in cores if core != near[-1]) or (near[-1],),
+        fabric_cores=tuple(near),
+        worker_cores=tuple(cores),
     )
 
 
@@ -150,7 +160,7 @@ def _for_gpus(gpus: Sequence[Gpu], nics: list[Nic], cores: list[Core], notes: li
                 numa=node,
                 nics=tuple(theirs[gpu.address]),
                 nearness=near,
-                fabric_core=mine[-1],
+                fabric_cores=(mine[-1],),
                 worker_cores=tuple(mine[:-1] or mine),
             )
         )

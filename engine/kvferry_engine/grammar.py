@@ -55,7 +55,7 @@ class Matcher:
     @property
     def failure(self) -> str:
         """Why no mask can be given any more; "" while all is well."""
-        return _first_line(self._matcher.get_error())
+        return _reason(self._matcher.get_error())
 
     def copy(self) -> "Matcher":
         """A matcher of its own at the same place."""
@@ -118,7 +118,7 @@ class GrammarCompiler:
             source = _source(grammar)
             matcher = Matcher(llguidance.LLMatcher(self._tokenizer(ends), source, limits=_limits(), log_level=0))
         except (ValueError, GrammarError) as error:
-            return GrammarError(f"the {grammar.kind} can't be used: {_first_line(str(error))}")
+            return GrammarError(f"the {grammar.kind} can't be used: {_reason(str(error))}")
         if matcher.failure:
             return GrammarError(f"the {grammar.kind} can't be used: {matcher.failure}")
         return matcher
@@ -201,5 +201,8 @@ def _limits() -> llguidance.LLParserLimits:
     )
 
 
-def _first_line(text: str) -> str:
-    return text.strip().partition("\n")[0][:300]
+def _reason(text: str) -> str:
+    """The library's error without its drawings; what is wrong with a regular expression stands below the first line."""
+    head, _, rest = text.strip().partition("\n")
+    below = [line.removeprefix("error: ") for line in rest.split("\n") if line.startswith("error: ")]
+    return " ".join([head[:240], *below])[:400]

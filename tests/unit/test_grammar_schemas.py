@@ -1,0 +1,74 @@
+"""JSON schemas by the hundred: whatever tokens are drawn at random under a schema's grammar validates against it.
+
+The suite takes every seventh schema once; KVFERRY_ALL_SCHEMAS=1 takes them all, several times.
+"""
+
+import json
+import os
+
+import pytest
+import torch
+from closing_dice import Dice, draw
+from json_formats import FORMATS
+from jsonschema import Draft202012Validator
+from kvferry_engine.grammar import GrammarCompiler, GrammarError
+from kvferry_proto.grammar import Grammar
+from schemas import UNSUPPORTED, collection
+from tokenizers import Tokenizer
+
+ALL = bool(os.environ.get("KVFERRY_ALL_SCHEMAS"))
+SCHEMAS = collection()[:: 1 if ALL else 7]
+SEEDS = range(4) if ALL else [0]
+VOCABULARY = 49152
+ENDS = frozenset({2})
+PATIENCE = 16
+MOST = 400
+
+
+@pytest.fixture(scope="module")
+def compiler(default_model):
+    compiler = GrammarCompiler(default_model, VOCABULARY)
+    yield compiler
+    compiler.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(default_model):
+    return Tokenizer.from_file(str(default_model / "tokenizer.json"))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Rows are few: more threads would wait for each other, and burn cores by it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def compiled(compiler, schema):
+    return compiler.compile_now(Grammar.json_schema(json.dumps(schema)), ENDS)
+
+
+@pytest.fixture(scope="module")
+def matchers(compiler):
+    return [compiled(compiler, schema) for schema in SCHEMAS]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.timeout(300)
+def test_whatever_is_drawn_validates(matchers, tokenizer, seed):
+    dice = Dice(tokenizer, VOCABULARY, ENDS, seed=seed, patience=PATIENCE)
+    drawing = [matcher.copy() for matcher in matchers]
+    answers = draw(drawing, dice, VOCABULARY, ENDS, most=MOST)
+    for schema, matcher, answer in zip(SCHEMAS, drawing, answers, strict=True):
+        text = tokenizer.decode(answer)
+        assert matcher.complete, (schema, text)
+        Draft202012Validator(schema, format_checker=FORMATS).validate(json.loads(text))
+
+
+@pytest.mark.parametrize(("schema", "why"), UNSUPPORTED, ids=lambda value: json.dumps(value)[:40])
+def test_what_is_not_supported_is_said(compiler, schema, why):
+    with pytest.raises(GrammarError, match=r"^the json_schema can't be used: ") as refused:
+        compiled(compiler, schema)
+    assert why in str(refused.value)

@@ -43,10 +43,17 @@ def page_checksums(pools: Sequence[KVPool], pages: Sequence[int], places: Sequen
     `pools` are those of all ranks. Releases the GIL per place.
     """
     return Int32s(
-        (_checksum(pools, layer, page, places) ^ _SIGN) - _SIGN
-        for layer in range(pools[0].layout.layers)
-        for page in pages
+        _signed(_checksum(pools, layer, page, places)) for layer in range(pools[0].layout.layers) for page in pages
     )
+
+
+def checksum(data: bytes) -> int:
+    """xxh32 of `data`, as a signed number."""
+    return _signed(xxhash.xxh32_intdigest(data))
+
+
+def _signed(value: int) -> int:
+    return (value ^ _SIGN) - _SIGN
 
 
 def _checksum(pools: Sequence[KVPool], layer: int, page: int, places: Sequence[Place]) -> int:

@@ -18,13 +18,14 @@ from kvferry_proto.nodes import NodeRef
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
+from kvferry_engine.context_slots import ContextSlots
 from kvferry_engine.fabric_cpus import fabric_cpus
 from kvferry_engine.kv_pool import KVPool, enough_pages
 from kvferry_engine.models.base import Model, OnLayer
 from kvferry_engine.prefix_cache import PrefixCache
 from kvferry_engine.ranks.errors import RankLostError
 from kvferry_engine.ranks.processes import RankProcesses
-from kvferry_engine.ranks.steps import Step
+from kvferry_engine.ranks.steps import Step, Work
 from kvferry_engine.shard import ALONE, Shard
 from kvferry_engine.weights import Progress, load_model
 from kvferry_engine.worker_settings import WorkerSettings
@@ -82,6 +83,7 @@ class Worker:
         self.pools = [self.pool, *self.ranks.receive_pools(self.layout, self.pool.pages)]
         """KV pools of all ranks; pages have the same numbers in each."""
         self.allocator = PrefixCache(self.pool.pages, enabled=settings.prefix_cache)
+        self._contexts: list[ContextSlots] = []
         self.counter: LayerCounter = self.fabric.new_counter()
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
@@ -119,16 +121,56 @@ class Worker:
 
         Raises BatchError before anything is computed, RankLostError when the ranks can't go on.
         """
-        batch = ForwardBatch.build(slices, page_size=self.layout.page_size)
+        work = Work.LOGITS if logits else Work.KEEP
+        return self._together(
+            Step(list(slices), work), lambda batch: self.model.forward(batch, self.pool, on_layer, logits=logits)
+        )
+
+    def hidden_states(self, slices: Sequence[SequenceSlice], on_layer: OnLayer | None = None) -> torch.Tensor:
+        """Run one step as `forward` does; returns the hidden states, [rows, E], that the wanted logits would be of."""
+        return self._together(
+            Step(list(slices), Work.HIDDEN),
+            lambda batch: self.model.hidden_states(batch, self.pool, batch.logit_rows, on_layer),
+        )
+
+    def judge(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run one step as `forward` does; returns hidden states [rows, E] and logits of what wants any: some must."""
+
+        def both(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+            hidden = self.model.hidden_states(batch, self.pool, batch.logit_rows)
+            logits = self.model.score(hidden)
+            assert logits is not None
+            return hidden, logits
+
+        return self._together(Step(list(slices), Work.LOGITS), both)
+
+    def draft(self, slices: Sequence[SequenceSlice], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run `Model.draft` on all ranks; returns its result and the logits of that, None where nothing wants any."""
+
+        def guess(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
+            out = self.model.draft(batch, hidden, self.pool)
+            return out, self.model.score(out) if batch.wants_logits else None
+
+        return self._together(Step(list(slices), Work.DRAFT, hidden), guess)
+
+    def _together(self, step: Step, compute: Callable[[ForwardBatch], T]) -> T:
+        """Have all ranks begin a step, and take this one's share in it."""
+        batch = ForwardBatch.build(step.slices, page_size=self.layout.page_size)
         if not len(self.ranks):
-            return self.model.forward(batch, self.pool, on_layer, logits=logits)
+            return compute(batch)
         self.model.check(batch, self.pool)
-        self.ranks.broadcast(Step(list(slices), logits), self.layout.page_size)
+        self.ranks.broadcast(step, self.layout.page_size)
         try:
-            return self.model.forward(batch, self.pool, on_layer, logits=logits)
+            return compute(batch)
         except Exception as error:
             # Whatever it is: the others wait in the midst of a step that this rank has left.
             raise self.ranks.lost(error) from error
+
+    def new_context_slots(self, count: int) -> ContextSlots:
+        """Make context slots for this model's hidden states; they live as long as the worker."""
+        slots = ContextSlots(count, self.config.hidden_size, self.model.dtype)
+        self._contexts.append(slots)
+        return slots
 
     async def checksums(self, pages: Sequence[int], places: Sequence[Place]) -> Int32s:
         """Checksums of `places` of `pages`, [layer][page], computed beside event loop and forward pass."""
@@ -172,4 +214,6 @@ class Worker:
         self.fabric.close()
         for pool in self.pools:
             pool.close()
+        for slots in self._contexts:
+            slots.close()
         self.ranks.close()

@@ -49,6 +49,8 @@ class PrefillReport(Message):
     timeline: PrefillTimeline
     checksums: Int32s = msgspec.field(default_factory=Int32s)
     """xxh32 of every page sent at its source, [layer][page] in page-table order; empty unless asked for."""
+    context_checksum: int | None = None
+    """xxh32 of the hidden state sent; None unless both are asked for."""
 
 
 class CancelConfirmed(Message):

@@ -38,6 +38,9 @@ class Prefill(Message):
     """Pages at the beginning that the decoder holds: they are not to be sent."""
     cache_salt: CacheSalt = ""
     """Pages are shared only between requests with the same one."""
+    context: MemoryDescriptor | None = None
+    """The decoder's context slots, a hidden state for each transfer slot. The state after the last of `tokens` is then
+    written there, as one page arrival more: the decoder drafts from it. None: nobody wants it."""
 
 
 class CancelPrefill(Message):

@@ -123,27 +123,30 @@ def test_latents_and_the_drafting_layer_come_from_replicas_in_turn(tmp_path, def
         folder,
         worker=["--dtype", "float32", "--kv-memory", "1MiB", "--page-size", "8"],
         prefiller=["--tp", "2", "--chunk-size", "27"],
-        decoder=["--tp", "2", "--local-prefill-tokens", "2"],
+        # Both ranks guess alike, from hidden states that the lead alone has received.
+        decoder=["--tp", "2", "--local-prefill-tokens", "2", "--speculate", "mtp", "--draft-tokens", "2"],
     ) as cluster:
         layout = KVLayout(
             model="", dtype="float32", layers=4, kv_heads=1, head_dim=24, page_size=8, ranks=2, latent=True
         )
         for seed, count in enumerate([9, 29, 66]):
-            ask(cluster, [layout, layout], reference, tokens_of(count, seed))
+            ask(cluster, [layout, layout], reference, tokens_of(count, seed), states=1)
         cluster.wait_idle()
-        assert 'result="different"' not in cluster["decoder0"].metrics()
+        metrics = cluster["decoder0"].metrics()
+        assert 'result="different"' not in metrics
+        assert "kvferry_accepted_length_count 0.0" not in metrics
 
 
 def check(cluster, setup, reference, prompt):
     ask(cluster, [setup.layout(setup.prefill_tp), setup.layout(setup.decode_tp)], reference, prompt)
 
 
-def ask(cluster, layouts, reference, prompt):
+def ask(cluster, layouts, reference, prompt, states=0):
     answer = cluster.complete(prompt, max_tokens=ANSWER, ignore_eos=True)
     reference.check(prompt, answer["choices"][0]["token_ids"], ANSWER)
     source, destination = layouts
     arrivals = source.layers * source.pages_for(len(prompt) - 1) * len(plan(source, destination))
-    assert answer["kvferry"]["timeline"]["prefiller"]["pages"] == arrivals
+    assert answer["kvferry"]["timeline"]["prefiller"]["pages"] == arrivals + states
 
 
 def test_the_selection_lets_everything_meet_and_is_small():

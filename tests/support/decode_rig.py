@@ -8,7 +8,7 @@ from kvferry_decoder.batch_loop import BatchLoop
 from kvferry_decoder.request import Request, State
 from kvferry_decoder.scheduler import Scheduler
 from kvferry_decoder.speculation import Speculation
-from kvferry_engine.batch import ForwardBatch
+from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.prefix_cache import PrefixCache
 from kvferry_engine.worker_metrics import WorkerMetrics
@@ -37,6 +37,20 @@ class RigWorker:
     def forward(self, slices):
         return self.model.forward(self._batch(slices), self.pool)
 
+    def judge(self, slices):
+        batch = self._batch(slices)
+        hidden = self.model.hidden_states(batch, self.pool, batch.logit_rows)
+        return hidden, self.model.score(hidden)
+
+    def draft(self, slices, hidden):
+        batch = self._batch(slices)
+        out = self.model.draft(batch, hidden, self.pool)
+        return out, self.model.score(out) if batch.wants_logits else None
+
+    def hidden_states(self, slices):
+        batch = self._batch(slices)
+        return self.model.hidden_states(batch, self.pool, batch.logit_rows)
+
     def _batch(self, slices):
         return ForwardBatch.build(slices, page_size=self.layout.page_size)
 
@@ -58,7 +72,11 @@ class Rig:
         self.metrics_registry = CollectorRegistry()
         self.metrics = WorkerMetrics(self.metrics_registry, lambda: None)
         self._runner = asyncio.Runner()
+        self.receiving = {}
+        """How pages are received: options of `receive`."""
         self.answers = {}
+        self.guesses = {}
+        """What the drafting layer said after each step, by request."""
         self.finished = {}
         self.failed = {}
         self._loop = BatchLoop(
@@ -71,7 +89,7 @@ class Rig:
             on_refused=self._on_failed,
         )
 
-    def ask(self, prompt, *, stop=(), matcher=None, **sampling):
+    def ask(self, prompt, *, stop=(), matcher=None, prefiller=None, **sampling):
         number = len(self.answers)
         assign = Assign(
             request_id=str(number),
@@ -79,12 +97,23 @@ class Rig:
             page_table=Int32s(),
             sampling=SamplingParams(**({"temperature": 0.0, "max_tokens": 16} | sampling)),
             stop_token_ids=list(stop),
+            prefiller=prefiller,
         )
         request = Request.from_assign(assign, SimpleNamespace(sender=NodeRef("r", 1), key=b"r"), number)
         request.drawing.matcher = matcher
         self.answers[request.id] = []
         self.scheduler.add(request)
         return request
+
+    def receive(self, request, chunk=5, *, with_context=True):
+        """Fill a receiving request's pages as a prefiller does that knows all tokens but the last."""
+        tokens, context = request.tokens[:-1], None
+        for start in range(request.computed, len(tokens), chunk):
+            end = min(start + chunk, len(tokens))
+            following = tokens[end] if end < len(tokens) else None
+            context = self.worker.hidden_states([SequenceSlice(tokens[start:end], start, request.pages, 1, following)])
+        request.context = context[0] if with_context else None
+        self.scheduler.arrived(request)
 
     def decode(self, until=lambda: False):
         """Decode until all have ended, or `until` holds after a step."""
@@ -108,14 +137,17 @@ class Rig:
         self.worker.pool.close()
 
     def _admit(self):
-        while self.scheduler.admit(can_receive=False):
-            pass
+        while admitted := self.scheduler.admit(can_receive=True):
+            for request in admitted:
+                if request.state is State.RECEIVING:
+                    self.receive(request, **self.receiving)
 
     def _on_drawn(self, drawn):
         for run in drawn:
             assert len(run.tokens) >= 1
             assert len(run.logprobs) in (0, len(run.tokens))
             self.answers[run.request.id] += run.tokens
+            self.guesses.setdefault(run.request.id, []).append(list(run.request.guesses))
             if run.finish is not None:
                 self.finished[run.request.id] = run.finish
                 self.scheduler.end(run.request, State.FINISHED)

@@ -6,12 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvferry_engine.batch import SequenceSlice
 from kvferry_engine.checksums import first_difference, page_checksums, sent, written
 from kvferry_engine.kv_pool import KVPool
-from kvferry_engine.ranks.steps import Step, pack, receive
+from kvferry_engine.ranks.steps import Step, Work, pack, receive
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.shards import plan
 
@@ -30,13 +31,14 @@ slices = st.builds(
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.lists(slices, min_size=1, max_size=6), st.booleans())
-def test_a_step_arrives_as_it_was_sent(pieces, logits):
+@given(st.lists(slices, min_size=1, max_size=6), st.sampled_from(Work))
+def test_a_step_arrives_as_it_was_sent(pieces, work):
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        ours.sendall(pack(Step(pieces, logits), PAGE))
+        ours.sendall(pack(Step(pieces, work), PAGE))
         step = receive(theirs)
-    assert step.logits is logits
+    assert step.work is work
+    assert step.hidden is None
     assert len(step.slices) == len(pieces)
     for got, piece in zip(step.slices, pieces, strict=True):
         needed = -(-(piece.start + len(piece.tokens)) // PAGE)
@@ -45,9 +47,22 @@ def test_a_step_arrives_as_it_was_sent(pieces, logits):
         assert got.pages.tolist() == piece.pages[:needed]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_hidden_states_arrive_with_their_step(dtype):
+    ours, theirs = socket.socketpair()
+    hidden = torch.randn(5, 6).to(dtype)
+    pieces = [SequenceSlice([1, 2], 3, [0, 1]), SequenceSlice([4, 5, 6], 0, [2], 0)]
+    with ours, theirs:
+        ours.sendall(pack(Step(pieces, Work.DRAFT, hidden[:, ::2].repeat(1, 2)), PAGE))
+        step = receive(theirs)
+    assert torch.equal(step.hidden.view(dtype).view(5, 6), hidden[:, ::2].repeat(1, 2))
+    assert [piece.tokens.tolist() for piece in step.slices] == [[1, 2], [4, 5, 6]]
+    assert [piece.pages.tolist() for piece in step.slices] == [[0, 1], [2]]
+
+
 def test_a_long_step_is_read_in_pieces_and_a_hang_up_ends_the_steps():
     ours, theirs = socket.socketpair()
-    step = Step([SequenceSlice(np.arange(1_000_000, dtype=np.int32), 0, list(range(250_000)))], True)
+    step = Step([SequenceSlice(np.arange(1_000_000, dtype=np.int32), 0, list(range(250_000)))], Work.LOGITS)
     sender = threading.Thread(target=lambda: (ours.sendall(pack(step, PAGE)), ours.sendall(b"\1"), ours.close()))
     sender.start()
     with theirs:

@@ -38,6 +38,11 @@ class Model(ABC):
         self.parameters = Parameters(dtype, device, shard)
 
     @property
+    def drafts(self) -> bool:
+        """Whether it has a layer that drafts."""
+        return self.config.draft_layers > 0
+
+    @property
     def kv_layers(self) -> int:
         """Layers that keep something of every token: the model's own, and after them those that draft."""
         return self.config.layers + self.config.draft_layers
@@ -79,6 +84,16 @@ class Model(ABC):
     @abstractmethod
     def score(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """Logits after hidden states [rows, E]: float32 [rows, vocabulary], and None on all ranks but the first."""
+
+    def draft(self, batch: ForwardBatch, hidden: torch.Tensor, pool: KVPool) -> torch.Tensor:  # noqa: ARG002
+        """Guess further: `batch` has at position p the token p + 1, `hidden` [T, E] the state of p.
+
+        Returns [tokens after which logits are wanted, E]: what `score` makes the logits of token p + 2 of, and the
+        hidden state to draft from once more. All positions before p must have been drafted from, or run by `forward`
+        with their next token known. Raises BatchError; ValueError without a drafting layer.
+        """
+        msg = "this model has no drafting layer"
+        raise ValueError(msg)
 
     @abstractmethod
     def _forward(

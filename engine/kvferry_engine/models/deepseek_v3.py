@@ -43,12 +43,7 @@ class DeepseekV3(DecoderModel):
         return self.attention.plan_latent(batch, pool)
 
     def draft(self, batch: ForwardBatch, hidden: torch.Tensor, pool: KVPool) -> torch.Tensor:
-        """Guess further: `batch` has at position p the token p + 1, `hidden` [T, E] the state of p.
-
-        Returns [sequences that want logits, E]: what `score` makes the logits of token p + 2 of, and the hidden state
-        to draft from once more. All positions before p must have been drafted from, or run by `forward` with their next
-        token known. Raises BatchError; ValueError without a drafting layer.
-        """
+        """See `Model.draft`."""
         drafter = self._check_draft(batch, hidden, pool)
         with torch.inference_mode():
             tokens, turn = self._at(batch)

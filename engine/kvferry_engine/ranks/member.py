@@ -11,6 +11,7 @@ from kvferry_node.logs import get_logger
 
 from kvferry_engine.batch import ForwardBatch
 from kvferry_engine.kv_pool import KVPool, enough_pages
+from kvferry_engine.models.base import Model
 from kvferry_engine.ranks import steps
 from kvferry_engine.ranks.group import join
 from kvferry_engine.shard import Shard
@@ -53,4 +54,19 @@ def _serve(settings: WorkerSettings, rank: int, connection: socket.socket, store
         pool.shared.send(connection)
         while (step := steps.receive(connection)) is not None:
             batch = ForwardBatch.build(step.slices, page_size=layout.page_size)
-            model.forward(batch, pool, logits=step.logits)
+            _compute(model, batch, pool, step)
+
+
+def _compute(model: Model, batch: ForwardBatch, pool: KVPool, step: steps.Step) -> None:
+    """Take this rank's share of a step; what comes of it the lead has."""
+    match step.work:
+        case steps.Work.HIDDEN:
+            model.hidden_states(batch, pool, batch.logit_rows)
+        case steps.Work.DRAFT:
+            assert step.hidden is not None
+            hidden = step.hidden.view(model.dtype).view(batch.token_count, -1)
+            out = model.draft(batch, hidden, pool)
+            if batch.wants_logits:
+                model.score(out)
+        case _:
+            model.forward(batch, pool, logits=step.work is steps.Work.LOGITS)

@@ -1,13 +1,16 @@
 """A step's inputs on their way from the lead to the other ranks: one run of int32 numbers for each step.
 
-flags, sequences, then for each sequence: start, tokens, pages, want_logits, following; then all tokens, then all pages
+work, sequences, then for each sequence: start, tokens, pages, want_logits, following; then all tokens, then all pages,
+then the bytes of the hidden states that are drafted from
 """
 
+import enum
 import socket
 import struct
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from kvferry_engine.batch import SequenceSlice
 
@@ -17,12 +20,26 @@ _UNKNOWN = -1
 """In place of a following token."""
 
 
+class Work(enum.IntEnum):
+    """What is computed of a step's slices."""
+
+    KEEP = 0
+    """Keys and values alone."""
+    LOGITS = 1
+    """The logits that sequences want."""
+    HIDDEN = 2
+    """The hidden states that these would be made of."""
+    DRAFT = 3
+    """The drafting layer, from hidden states that come along, and the logits that sequences want of it."""
+
+
 class Step(NamedTuple):
     """What every rank computes next."""
 
     slices: list[SequenceSlice]
-    logits: bool
-    """Whether the logits that sequences want are computed at all."""
+    work: Work
+    hidden: torch.Tensor | None = None
+    """[T, E] of the slices' tokens, to draft from; arrives as bytes, int32 [numbers]."""
 
 
 def pack(step: Step, page_size: int) -> bytes:
@@ -34,8 +51,10 @@ def pack(step: Step, page_size: int) -> bytes:
         shapes.append((piece.start, len(piece.tokens), needed, piece.want_logits, following))
         tokens.append(np.asarray(piece.tokens, dtype=np.int32))
         pages.append(np.asarray(piece.pages[:needed], dtype=np.int32))
-    head = np.array([int(step.logits), len(step.slices), *np.ravel(shapes)], dtype=np.int32)
-    numbers = np.concatenate([head, *tokens, *pages])
+    head = np.array([step.work, len(step.slices), *np.ravel(shapes)], dtype=np.int32)
+    # An even number of 16-bit numbers a row, as of every model there is.
+    states = [] if step.hidden is None else [step.hidden.contiguous().view(torch.int32).flatten().numpy()]
+    numbers = np.concatenate([head, *tokens, *pages, *states])
     return _LENGTH.pack(numbers.nbytes) + numbers.tobytes()
 
 
@@ -49,10 +68,10 @@ def receive(connection: socket.socket) -> Step | None:
 
 
 def _unpack(numbers: np.ndarray) -> Step:
-    logits, count = numbers[:2]
+    work, count = numbers[:2]
     shapes = numbers[2 : 2 + _SHAPE_INTS * count].reshape(count, _SHAPE_INTS)
     rest = numbers[2 + _SHAPE_INTS * count :]
-    tokens, pages = np.split(rest, [int(shapes[:, 1].sum())])
+    tokens, pages, hidden = np.split(rest, np.cumsum(shapes[:, 1:3].sum(axis=0)))
     of_tokens = np.split(tokens, np.cumsum(shapes[:-1, 1]))
     of_pages = np.split(pages, np.cumsum(shapes[:-1, 2]))
     slices = [
@@ -65,7 +84,7 @@ def _unpack(numbers: np.ndarray) -> Step:
         )
         for shape, piece, table in zip(shapes, of_tokens, of_pages, strict=True)
     ]
-    return Step(slices, bool(logits))
+    return Step(slices, Work(work), torch.from_numpy(hidden.copy()) if len(hidden) else None)
 
 
 def _exactly(connection: socket.socket, size: int) -> bytearray | None:

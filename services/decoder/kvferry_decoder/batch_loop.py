@@ -75,7 +75,7 @@ class BatchLoop:
         self._masker.close()
 
     async def _step(self, slices: list[StepSlice]) -> None:
-        inputs = step.plan(slices)
+        inputs = step.plan(slices, by_model=self._scheduler.speculation.by_model)
         masks = self._masker.begin(inputs.matchers)
         began = now()
         self._stepping = True
@@ -103,6 +103,7 @@ class BatchLoop:
             if running and (entry := self._take(piece.request, run)) is not None:
                 told.append(entry)
                 self._accept(piece, len(entry.tokens) - 1)
+                piece.request.guesses, piece.request.context = run.guesses, None
         self._metrics.tokens.labels("drawn").inc(sum(len(entry.tokens) for entry in told))
         self._on_drawn(told)
 

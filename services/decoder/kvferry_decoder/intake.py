@@ -7,6 +7,7 @@ prefillers. A request leaves through `on_ready` or `on_failure`; its transfer ma
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from kvferry_engine.context_slots import ContextSlots
 from kvferry_engine.worker import Worker
 from kvferry_fabric import Event, EventKind
 from kvferry_node.channels import Origin, Post
@@ -38,6 +39,7 @@ class Incoming:
     """Monotonic ns."""
     arrived: bool = False
     checksums: Int32s | None = None
+    context_checksum: int | None = None
 
 
 class Intake:
@@ -55,8 +57,11 @@ class Intake:
         on_ready: Callable[[Incoming], None],
         on_failure: Callable[[Request, RequestError], None],
         surrender: Callable[[Request], list[int]],
+        context: ContextSlots | None = None,
     ) -> None:
+        """`context`: the slots that the receiver registers, where hidden states are wanted beside the pages."""
         self._worker = worker
+        self._context = context
         self._receiver = receiver
         self._post = post
         self._name = name
@@ -84,7 +89,8 @@ class Intake:
             return
         layout = self._worker.layout
         pages = layout.pages_for(len(request.tokens) - 1) - request.held
-        transfer = self._receiver.expect(request.id, peer, pages * layout.layers * arrivals)
+        states = int(self._context is not None)
+        transfer = self._receiver.expect(request.id, peer, pages * layout.layers * arrivals + states)
         pieces = self._pieces(peer, transfer.slot.number)
         self._incoming[request.id] = Incoming(request, transfer, pieces, now() + self._deadline_ns)
         try:
@@ -114,6 +120,7 @@ class Intake:
             checksums=self._worker.settings.verify_kv,
             first_page=request.held,
             cache_salt=request.cache_salt,
+            context=transfer.key.context.descriptor if transfer.key.context is not None else None,
         )
 
     # --- what the fabric and prefillers say ------------------------------------------------------------------
@@ -125,6 +132,9 @@ class Intake:
             self._log.error("more pages arrived than were expected", slot=event.slot, pages=event.pages)
         if event.kind is not EventKind.ARRIVED or transfer is None or transfer.state is not TransferState.EXPECTING:
             return
+        if self._context is not None:
+            # Before the slot is given back: its row is the next user's then.
+            self._incoming[transfer.request_id].request.context = self._context.take(transfer.slot.number)
         self._receiver.arrived(transfer)
         incoming = self._incoming[transfer.request_id]
         timeline = incoming.request.timeline
@@ -140,6 +150,7 @@ class Intake:
         incoming = self._incoming.get(report.request_id)
         if incoming is not None and incoming.transfer.peer.ref == origin.sender:
             incoming.checksums = report.checksums
+            incoming.context_checksum = report.context_checksum
             self._finish_if_complete(incoming)
 
     def on_confirmed(self, origin: Origin, message: CancelConfirmed) -> None:

@@ -5,6 +5,7 @@ from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_node import WorkerNode
 from kvferry_node.channels import Post
+from kvferry_node.errors import SettingsError
 from kvferry_proto.nodes import NodeRecord, NodeRef, Role
 from kvferry_proto.to_decoder import FromPrefiller, FromRouter
 
@@ -23,7 +24,14 @@ class DecoderNode(WorkerNode):
         self._own = settings
 
     def build(self, worker: Worker) -> DecoderService:
-        """Make the service, with its channels to prefillers, hearing the fabric."""
+        """Make the service, with its channels to prefillers, hearing the fabric.
+
+        Raises SettingsError if the model can't do what the settings ask for.
+        """
+        if self._own.speculate == "mtp" and not worker.model.drafts:
+            worker.close()
+            msg = f"--speculate mtp: the model in {self._own.model} has no drafting layer"
+            raise SettingsError(msg)
         service = DecoderService(worker, self._own, self.ref, self.worker_metrics)
         service.connect(Post(self.ref, FromPrefiller, service.on_prefiller, self.metrics, self.curve))
         return service

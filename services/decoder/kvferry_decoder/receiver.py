@@ -44,9 +44,11 @@ TRANSFER_MOVES = {
 
 @dataclass(eq=False)
 class MemoryKey:
-    """One registration of every rank's pool, and the transfers whose prefillers know its keys."""
+    """One registration of every rank's pool and of the context slots, and the transfers whose prefillers know it."""
 
     regions: Sequence[RegionHandle]
+    """Of the pools, by rank."""
+    context: RegionHandle | None = None
     transfers: set["Transfer"] = field(default_factory=set)
     revoked: bool = False
     """A lost prefiller knows it: no new transfer uses it, and it is closed as soon as no healthy one does."""
@@ -93,12 +95,15 @@ class Receiver:
         register: Callable[[], Sequence[RegionHandle]],
         allocator: PageAllocator,
         slots: SlotPool,
+        register_context: Callable[[], RegionHandle] | None = None,
     ) -> None:
+        """`register` and `register_context` register pools and context slots, where there are any, under new keys."""
         self._fabric = fabric
         self._register = register
+        self._register_context = register_context
         self._allocator = allocator
         self.slots = slots
-        self._key = MemoryKey(register())
+        self._key = self._new_key()
         self._revoked: list[MemoryKey] = []
         self._by_slot: dict[int, Transfer] = {}
 
@@ -150,8 +155,11 @@ class Receiver:
                 transfer.key.revoked = True
                 self._revoked.append(transfer.key)
         if self._key.revoked:
-            self._key = MemoryKey(self._register())
+            self._key = self._new_key()
         self.close_revoked()
+
+    def _new_key(self) -> MemoryKey:
+        return MemoryKey(self._register(), self._register_context() if self._register_context is not None else None)
 
     def _release(self, transfer: Transfer) -> None:
         transfer.machine.move(TransferState.OVER)
@@ -182,7 +190,8 @@ class Receiver:
 
 def _close(key: MemoryKey) -> bool:
     """Close all that can be closed of a key's registrations; whether that was all of them."""
-    closed = [_close_region(region) for region in key.regions]
+    regions = [*key.regions] if key.context is None else [*key.regions, key.context]
+    closed = [_close_region(region) for region in regions]
     return all(closed)
 
 

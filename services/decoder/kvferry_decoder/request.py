@@ -15,6 +15,7 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from kvferry_engine.sampler import SamplingRow
 from kvferry_node.channels import Origin
 from kvferry_node.states import StateMachine
@@ -87,6 +88,10 @@ class Request:
     """A prefiller was named and is not asked."""
     lookup: PromptLookup | None = None
     """Index of the tokens, where they are looked up for drafts."""
+    guesses: Sequence[int] = ()
+    """What the drafting layer said of the tokens that come next."""
+    context: torch.Tensor | None = None
+    """Hidden state of the last position that a prefiller computed, [E], until it is drafted from."""
     timeline: DecodeTimeline = field(default_factory=DecodeTimeline)
     prefill_timeline: PrefillTimeline | None = None
 

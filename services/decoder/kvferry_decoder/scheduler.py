@@ -32,6 +32,8 @@ class StepSlice(NamedTuple):
     tokens: int
     drafts: Sequence[int] = ()
     """Guesses that are computed after the tokens; only where the slice draws."""
+    further: int = 0
+    """Tokens that the drafting layer is to guess after the step."""
 
     @property
     def draws(self) -> bool:
@@ -181,13 +183,17 @@ class Scheduler:
             slices.append(StepSlice(request, request.computed, count))
             request.in_step = True
         share = self.speculation.share(sum(piece.draws for piece in slices))
-        return [self._with_drafts(piece, share) for piece in slices] if share else slices
+        return [self._with_drafts(piece, share) if piece.draws else piece for piece in slices] if share else slices
 
     def _with_drafts(self, piece: StepSlice, share: int) -> StepSlice:
-        """Add up to `share` drafts, as many as there are pages for."""
+        """Add up to `share` drafts, as many as there are pages for, and the same of further guesses."""
         request, end = piece.request, piece.start + piece.tokens
-        drafts = self.speculation.drafts(request, share) if piece.draws else []
-        return piece._replace(drafts=drafts[: self._stretch(request, end + len(drafts)) - end])
+        drafts = self.speculation.drafts(request, share)
+        further = self.speculation.further(request, share, len(drafts))
+        # The first guess is made at the last token's position, each other one at a position further.
+        room = self._stretch(request, end + len(drafts) + max(0, further - 1)) - end
+        drafts = drafts[:room]
+        return piece._replace(drafts=drafts, further=min(further, room - len(drafts) + 1))
 
     def _stretch(self, request: Request, tokens: int) -> int:
         """Reserve pages up to `tokens` if that takes nobody else's; return how many tokens there is room for now."""
@@ -198,7 +204,7 @@ class Scheduler:
 
     def finish_step(self, slices: list[StepSlice]) -> None:
         """The step's KV is in the pool, that of drafts aside. Requests that ended meanwhile give their pages up now."""
-        for request, _, count, _ in slices:
+        for request, _, count, *_ in slices:
             request.in_step = False
             if request.state is State.RUNNING:
                 request.computed += count
@@ -251,7 +257,7 @@ class Scheduler:
         self._free(victim)
         victim.machine.move(State.WAITING)
         victim.computed = victim.held = victim.published = 0
-        victim.prefiller = None
+        victim.prefiller = victim.context = None
         self.waiting.appendleft(victim)
 
     # --- exits -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 from kvferry_engine.grammar import GrammarCompiler
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_fabric import RegionHandle
 from kvferry_node.channels import Origin, Post
 from kvferry_node.logs import get_logger
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
@@ -52,11 +53,13 @@ class DecoderService:
             local_prefill=settings.local_prefill_tokens,
             speculation=Speculation(settings.speculate, settings.draft_tokens, worker.max_context),
         )
+        self._context = worker.new_context_slots(settings.slots) if settings.speculate == "mtp" else None
         self.receiver = Receiver(
             worker.fabric,
             worker.register,
             worker.allocator,
             SlotPool(settings.slots),
+            self._register_context if self._context is not None else None,
         )
         self._settings = settings
         self._answers = Answers()
@@ -93,8 +96,13 @@ class DecoderService:
             on_ready=self._on_ready,
             on_failure=self._fail,
             surrender=self.scheduler.surrender,
+            context=self._context,
         )
         self._worker.fabric.attach(asyncio.get_running_loop(), self._on_event)
+
+    def _register_context(self) -> RegionHandle:
+        assert self._context is not None
+        return self._worker.fabric.register(self._context.buffer)
 
     # --- messages --------------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from kvferry_engine.worker_settings import Count, WorkerSettings
 from kvferry_node.settings import Seconds, help_text
 from kvferry_proto.immediate import MAX_SLOTS
 
-Speculate = Literal["off", "ngram"]
+Speculate = Literal["off", "ngram", "mtp"]
 
 
 class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
@@ -33,7 +33,7 @@ class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
         Speculate,
         help_text(
             "Guess tokens ahead and compute them together; answers stay the same. ngram: by what followed the last "
-            "time that a request's tokens read like this."
+            "time that a request's tokens read like this. mtp: by the model's drafting layer."
         ),
     ] = "off"
     draft_tokens: Annotated[

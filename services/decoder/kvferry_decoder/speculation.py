@@ -22,6 +22,11 @@ class Speculation:
         self._tokens = 0 if way == "off" else tokens
         self._most_context = most_context
 
+    @property
+    def by_model(self) -> bool:
+        """Whether the model's drafting layer guesses, at the end of a step, for the next."""
+        return self.way == "mtp"
+
     def share(self, drawing: int) -> int:
         """Drafts that each of `drawing` requests may have in a step: none when there are many."""
         return min(self._tokens, max(0, MOST_ROWS // drawing - 1)) if drawing else 0
@@ -35,6 +40,12 @@ class Speculation:
         ends = [index for index, token in enumerate(drafts) if request.ends_with(token)]
         return request.drawing.fitting(drafts[: ends[0]] if ends else drafts)
 
+    def further(self, request: Request, share: int, drafts: int) -> int:
+        """How many tokens the drafting layer is to guess after a step that verifies `drafts`: what the next can use."""
+        return max(0, min(share, request.room(self._most_context) - drafts - 2)) if self.by_model else 0
+
     def _guess(self, request: Request, most: int) -> list[int]:
+        if self.by_model:
+            return list(request.guesses[:most])
         request.lookup = request.lookup or PromptLookup()
         return request.lookup.drafts(request.tokens, most)

@@ -10,6 +10,7 @@ from kvferry_engine.sampler import Sampled, SamplingBatch, SamplingRow, sample
 from kvferry_engine.worker import Worker
 from kvferry_proto.to_router import TokenLogprobs
 
+from kvferry_decoder.drafting import Ask, guess
 from kvferry_decoder.scheduler import StepSlice
 
 # JSON has no infinity; a masked token's log probability is told as this.
@@ -23,6 +24,8 @@ class Run(NamedTuple):
     """Never empty; one below 0, alone, where the logits were not numbers."""
     logprobs: list[TokenLogprobs]
     """One for each token, or none."""
+    guesses: Sequence[int] = ()
+    """What the drafting layer says of the tokens after these."""
 
 
 class StepPlan(NamedTuple):
@@ -35,30 +38,49 @@ class StepPlan(NamedTuple):
     """For each slice that draws: the row after its last token, and those after its drafts."""
     matchers: list[tuple[int, Matcher]]
     """Rows that have a grammar, and their places in it. Nobody else touches those before the step returns."""
+    asks: list[Ask]
+    """What the drafting layer needs of each slice that draws; [] where nothing is guessed so."""
 
 
-def plan(slices: list[StepSlice]) -> StepPlan:
-    """Gather the inputs, in the event loop's thread."""
+def plan(slices: list[StepSlice], *, by_model: bool = False) -> StepPlan:
+    """Gather the inputs, in the event loop's thread. `by_model`: the drafting layer takes part."""
     drawing = [piece for piece in slices if piece.draws]
     rows: list[SamplingRow] = []
     matchers: list[tuple[int, Matcher]] = []
     for piece in drawing:
         matchers += list(enumerate(piece.request.drawing.matchers(piece.drafts), start=len(rows)))
         rows += piece.request.rows(piece.drafts)
-    return StepPlan([_sequence(piece) for piece in slices], [piece.drafts for piece in drawing], rows, matchers)
+    asks = [_ask(piece) for piece in drawing] if by_model else []
+    return StepPlan([_sequence(piece) for piece in slices], [piece.drafts for piece in drawing], rows, matchers, asks)
 
 
 def run(worker: Worker, inputs: StepPlan, masks: "Future[TokenMasks] | None" = None) -> list[Run]:
     """Compute the step, in the forward thread; `masks` are computed meanwhile. One run for each slice that draws."""
-    logits = worker.forward(inputs.slices)
+    hidden, logits = worker.judge(inputs.slices) if inputs.asks else (None, worker.forward(inputs.slices))
     if logits is None:
         return []
     sampled = sample(logits, SamplingBatch.build(inputs.rows), None if masks is None else masks.result())
-    return list(_runs(inputs, sampled))
+    runs = list(_runs(inputs, sampled))
+    if hidden is None:
+        return runs
+    guesses = guess(worker, inputs.asks, [run.tokens for run in runs], hidden)
+    return [run._replace(guesses=found) for run, found in zip(runs, guesses, strict=True)]
+
+
+def _ask(piece: StepSlice) -> Ask:
+    request = piece.request
+    return Ask(
+        position=len(request.tokens) - 1,
+        token=request.tokens[-1],
+        pages=list(request.pages),
+        rows=1 + len(piece.drafts),
+        most=piece.further,
+        context=request.context,
+    )
 
 
 def _sequence(piece: StepSlice) -> SequenceSlice:
-    request, start, count, drafts = piece
+    request, start, count, drafts, _ = piece
     end = start + count
     return SequenceSlice(
         tokens=[*request.tokens[start:end], *drafts],

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvferry_engine.checksums import first_difference, written
+from kvferry_engine.context_slots import state_checksum
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_proto.ints import Int32s
@@ -49,9 +50,16 @@ class Verifier:
         mine = await self._worker.checksums(pages, written(incoming.pieces))
         if request.state is not State.RECEIVING:
             return
-        difference = first_difference(mine, theirs, len(pages), request.held)
+        difference = first_difference(mine, theirs, len(pages), request.held) or _context_difference(incoming)
         self._metrics.verified.labels("equal" if difference is None else "different").inc(len(mine))
         if difference is None:
             self._on_equal(incoming)
         else:
             self._on_different(incoming, difference)
+
+
+def _context_difference(incoming: Incoming) -> str | None:
+    state = incoming.request.context
+    if state is None or state_checksum(state) == incoming.context_checksum:
+        return None
+    return "the hidden state differs"

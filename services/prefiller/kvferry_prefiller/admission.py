@@ -52,6 +52,8 @@ def _shape(order: Prefill, worker: Worker) -> str | None:
     held = min(region.length // (order.layout.layers * order.layout.page_bytes) for region in memory)
     if min(pages) < 0 or max(pages) >= held:
         return f"destination pages must lie in 0..{held - 1}"
+    if order.context is not None and not worker.model.drafts:
+        return "this model drafts nothing: there is no hidden state to send"
     if len(set(pages)) != len(pages):
         return "the page table names a page twice"
     return None

@@ -13,7 +13,7 @@ from kvferry_proto.errors import ErrorCode
 from kvferry_proto.timeline import Chunk as ChunkTime
 from kvferry_proto.timeline import now
 
-from kvferry_prefiller.request import Request
+from kvferry_prefiller.request import Request, State
 from kvferry_prefiller.scheduler import Chunk, Scheduler
 from kvferry_prefiller.sender import Sender
 
@@ -64,9 +64,10 @@ class PassLoop:
         self._register(chunks)
         began = now()
         inputs = [_sequence(chunk) for chunk in chunks]
+        slots = [chunk.request.context_slot for chunk in chunks if chunk.wants_context]
         failure = None
         try:
-            await self._worker.compute(functools.partial(_forward, self._worker, inputs))
+            await self._worker.compute(functools.partial(self._forward, inputs, slots))
         except Exception as error:  # noqa: BLE001  # whatever breaks a pass fails its requests, not the prefiller
             get_logger().exception("a forward pass failed", exc_info=error)
             failure = f"the forward pass failed: {error}"
@@ -74,9 +75,22 @@ class PassLoop:
         for chunk in chunks:
             if failure is not None:
                 self._on_broken(chunk.request, ErrorCode.INTERNAL, failure)
+            elif chunk.wants_context and chunk.request.state is State.RUNNING:
+                self._try_to_send(chunk.request, functools.partial(self._sender.send_context, chunk.request))
         self._scheduler.finish_step(chunks)
         for chunk in chunks:
             self._on_computed(chunk.request)
+
+    def _forward(self, inputs: list[SequenceSlice], slots: list[int | None]) -> None:
+        """Compute a pass, in the forward thread, and keep the hidden states that are wanted, in `slots`."""
+        if not slots:
+            self._worker.forward(inputs, self._worker.on_layer)
+            return
+        hidden, contexts = self._worker.hidden_states(inputs, self._worker.on_layer), self._sender.contexts
+        assert contexts is not None
+        for slot, state in zip(slots, hidden, strict=True):
+            assert slot is not None
+            contexts.put(slot, state)
 
     def _register(self, chunks: list[Chunk]) -> None:
         """Register the chunk schedule with the fabric before the pass begins."""
@@ -105,10 +119,6 @@ def _sequence(chunk: Chunk) -> SequenceSlice:
         tokens=prompt[chunk.start : chunk.end],
         start=chunk.start,
         pages=list(chunk.request.pages),
-        want_logits=False,
+        want_logits=int(chunk.wants_context),
         following=prompt[chunk.end] if chunk.end < len(prompt) else None,
     )
-
-
-def _forward(worker: Worker, inputs: list[SequenceSlice]) -> None:
-    worker.forward(inputs, worker.on_layer)

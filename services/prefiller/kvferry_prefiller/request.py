@@ -58,6 +58,8 @@ class Request:
     """Pages at the beginning that others may find: the held ones, and those that are full by now."""
     hashes: list[int] = field(default_factory=list)
     """Block hashes of the full pages."""
+    context_slot: int | None = None
+    """Where the hidden state after its last token is, from the last pass on, if the decoder wants it."""
     number: int = 0
     """Arrival number."""
     computed: int = 0

@@ -37,6 +37,11 @@ class Chunk(NamedTuple):
         """Whether the prompt ends with it."""
         return self.end == self.request.length
 
+    @property
+    def wants_context(self) -> bool:
+        """Whether the hidden state after it is to be sent."""
+        return self.last and self.request.order.context is not None
+
 
 def pages_to_send(chunk: Chunk, page_size: int) -> range:
     """Return the indices, in the request's page table, of the pages that leave with a chunk.
@@ -157,7 +162,9 @@ class Scheduler:
         if not request.hashes:
             tokens, salt = request.order.tokens, request.order.cache_salt
             request.hashes = block_hashes(tokens, layout.page_size, layout.model, salt)
-        found = self.allocator.find(request.hashes)
+        # A hidden state is in no page: where one is wanted, the page of the last token is computed again.
+        usable = (request.length - (request.order.context is not None)) // layout.page_size
+        found = self.allocator.find(request.hashes[:usable])
         missing = layout.pages_for(request.length) - len(found)
         if not self.allocator.can_allocate(missing, found):
             return False

@@ -10,6 +10,7 @@ from kvferry_engine.worker import Worker
 from kvferry_fabric import ChunkSchedule, LayerCounter, runs
 from kvferry_proto.shards import Piece
 
+from kvferry_prefiller.contexts import Contexts
 from kvferry_prefiller.request import Request
 from kvferry_prefiller.scheduler import Chunk, pages_to_send, pages_to_send_at_once
 
@@ -17,8 +18,10 @@ from kvferry_prefiller.scheduler import Chunk, pages_to_send, pages_to_send_at_o
 class Sender:
     """Owns the transfers under way and the connections to decoders' memory."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, contexts: Contexts | None = None) -> None:
+        """`contexts`: where the model drafts, and decoders may want hidden states."""
         self._worker = worker
+        self.contexts = contexts
         self._regions = worker.register()
         self._by_transfer: dict[int, Request] = {}
 
@@ -36,12 +39,17 @@ class Sender:
         """Let go of the destination: once no transfer of the request is left."""
         while request.peers:
             request.peers.pop().close()
+        if self.contexts is not None:
+            self.contexts.release(request)
 
     def register(self, chunk: Chunk, first_value: int) -> None:
         """Register a chunk's transfers; layer l may leave when the counter is at first_value + l.
 
         Raises FabricError, and sends nothing more of this chunk, if one is refused (out of the destination's bounds).
         """
+        if chunk.wants_context:
+            assert self.contexts is not None
+            self.contexts.hold(chunk.request)
         table = pages_to_send(chunk, self._worker.layout.page_size)
         self._register(chunk.request, table, self._worker.counter, first_value)
 
@@ -58,9 +66,16 @@ class Sender:
         moves = runs(pages, destination)
         for piece in request.pieces:
             schedule = self._schedule(request, piece, moves, counter, first_value)
-            transfer = self._worker.fabric.schedule_layers(schedule)
-            request.transfers.add(transfer)
-            self._by_transfer[transfer] = request
+            self._began(request, self._worker.fabric.schedule_layers(schedule))
+
+    def send_context(self, request: Request) -> None:
+        """Send the hidden state after the prompt's last token, which the last pass has put. Raises FabricError."""
+        assert self.contexts is not None
+        self._began(request, self.contexts.send(request))
+
+    def _began(self, request: Request, transfer: int) -> None:
+        request.transfers.add(transfer)
+        self._by_transfer[transfer] = request
 
     def _schedule(
         self, request: Request, piece: Piece, moves: np.ndarray, counter: LayerCounter | None, first_value: int

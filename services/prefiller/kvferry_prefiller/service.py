@@ -25,6 +25,7 @@ from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillRepo
 from kvferry_proto.to_prefiller import CancelPrefill, Prefill
 
 from kvferry_prefiller.admission import why_not
+from kvferry_prefiller.contexts import Contexts
 from kvferry_prefiller.pass_loop import PassLoop
 from kvferry_prefiller.request import Key, Request, State
 from kvferry_prefiller.scheduler import Scheduler
@@ -48,7 +49,7 @@ class PrefillerService:
             max_waiting=settings.max_waiting,
             age_limit_ns=int(settings.overtake_seconds * 1e9),
         )
-        self._sender = Sender(worker)
+        self._sender = Sender(worker, self._open_contexts(settings.max_running) if worker.model.drafts else None)
         self._requests: dict[Key, Request] = {}
         self._admitted: list[str] = []
         self._loop = PassLoop(
@@ -61,6 +62,9 @@ class PrefillerService:
         )
         self._reports: set[asyncio.Task[None]] = set()
         self.draining = False
+
+    def _open_contexts(self, count: int) -> Contexts:
+        return Contexts(self._worker.fabric, self._worker.new_context_slots(count), count)
 
     def listen(self) -> None:
         """Hear the fabric's events in the running loop."""
@@ -159,7 +163,7 @@ class PrefillerService:
         if request.state is State.DRAINING and request.order.checksums:
             self._checksum_then_release(request)
             return
-        self._release(request, Int32s())
+        self._release(request, Int32s(), None)
 
     def _checksum_then_release(self, request: Request) -> None:
         # Out of the books now, so that it is released once; its pages stay held until the checksums are taken.
@@ -170,16 +174,17 @@ class PrefillerService:
 
     async def _checksum(self, request: Request) -> None:
         pages = request.pages[request.order.first_page :]
-        self._release(request, await self._worker.checksums(pages, sent(request.pieces)))
+        checksums, contexts = await self._worker.checksums(pages, sent(request.pieces)), self._sender.contexts
+        self._release(request, checksums, None if contexts is None else contexts.checksum(request))
 
-    def _release(self, request: Request, checksums: Int32s) -> None:
+    def _release(self, request: Request, checksums: Int32s, context_checksum: int | None) -> None:
         stopped = request.state is State.STOPPING
         self.scheduler.release(request)
         self._sender.disconnect(request)
         self._requests.pop(request.key, None)
         how = "done" if not stopped else "cancelled" if request.failure is None else request.failure.code
         self._metrics.ended.labels(how).inc()
-        self._tell(request.origin, _last_word(request, checksums, stopped=stopped))
+        self._tell(request.origin, _last_word(request, checksums, context_checksum, stopped=stopped))
         self._loop.wake()
 
     async def run(self) -> None:
@@ -267,7 +272,7 @@ def _failed(order: Prefill, error: RequestError) -> PrefillFailed:
     return PrefillFailed(request_id=order.request_id, slot=order.slot, generation=order.generation, error=error)
 
 
-def _last_word(request: Request, checksums: Int32s, *, stopped: bool) -> Message:
+def _last_word(request: Request, checksums: Int32s, context_checksum: int | None, *, stopped: bool) -> Message:
     order = request.order
     if not stopped:
         return PrefillReport(
@@ -276,6 +281,7 @@ def _last_word(request: Request, checksums: Int32s, *, stopped: bool) -> Message
             generation=order.generation,
             timeline=request.timeline,
             checksums=checksums,
+            context_checksum=context_checksum,
         )
     if request.failure is not None:
         return _failed(order, request.failure)

@@ -82,7 +82,7 @@ def _log_dir(port: int) -> Path:
 )
 @click.option(
     "--speculate",
-    type=click.Choice(["off", "ngram"]),
+    type=click.Choice(["off", "ngram", "mtp"]),
     default="off",
     help="How decoders guess tokens ahead; answers stay the same.",
 )

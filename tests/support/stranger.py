@@ -22,9 +22,10 @@ def record_of(cluster, name):
 class Stranger:
     """A DEALER socket to one node. Use as a context manager."""
 
-    def __init__(self, cluster, name, node_id="stranger"):
+    def __init__(self, cluster, name, node_id="stranger", ref=None):
+        """`ref` is whom it claims to be, if not a node that nobody knows."""
         self.record = record_of(cluster, name)
-        self.ref = NodeRef(node_id, new_incarnation())
+        self.ref = ref or NodeRef(node_id, new_incarnation())
         self._socket = zmq.Context.instance().socket(zmq.DEALER)
         self._socket.linger = 0
         self._socket.sndhwm = 0

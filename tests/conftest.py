@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import redis
 
@@ -108,6 +109,17 @@ def nothing_left() -> Iterator[None]:
         time.sleep(0.02)
     assert set(threading.enumerate()) <= threads
     assert all(now <= then for now, then in zip(held(), before, strict=True)), f"{held()} now, {before} before"
+
+
+@pytest.fixture
+def new_children() -> Callable[[], list[psutil.Process]]:
+    """Processes below this one, but for those that were there before the test: the forge of the clusters may be."""
+
+    def below() -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True))
+
+    before = below()
+    return lambda: list(below() - before)
 
 
 async def eventually(condition: Callable[[], object], seconds: float = 10.0) -> None:

@@ -258,8 +258,11 @@ async def test_a_prefiller_drains_and_the_last_one_killed_fails_its_requests_by_
     _, expected = await undisturbed(cluster)
     router = cluster["router"]
     retried = metric(router, "kvferry_retries_total")
+    begun = admitted_by_prefillers(cluster)
     asked = asyncio.create_task(passages(cluster))
     await prefilling(cluster["prefiller1"])
+    # Whoever is asked only after it has begun to drain refuses, which is a retry and as it should be.
+    await asyncio.to_thread(wait_for, lambda: admitted_by_prefillers(cluster) == begun + 4, 30, "all are asked")
     assert await asyncio.to_thread(cluster["prefiller1"].stop) == 0
     assert ids(await asked) == expected
     assert metric(router, "kvferry_retries_total") == retried
@@ -275,6 +278,12 @@ async def test_a_prefiller_drains_and_the_last_one_killed_fails_its_requests_by_
         router.stop()
     heal(cluster)
     cluster.golden.check()
+
+
+def admitted_by_prefillers(cluster):
+    """Prompts that prefillers were asked for since they started."""
+    name = 'kvferry_messages_total{direction="in",type="Prefill"}'
+    return sum(metric(cluster[node], name) for node in ("prefiller0", "prefiller1"))
 
 
 async def no_prefiller(cluster):

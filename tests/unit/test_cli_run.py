@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 
-import psutil
 import pytest
 from kvferry.cli.up.plan import ClusterOptions, http_probe
 from kvferry.cli.up.ports import pick
@@ -37,7 +36,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 @pytest.fixture
-def up(tmp_path):
+def up(tmp_path, new_children):
     (port,) = pick("127.0.0.1", 1)
     out = io.StringIO()
 
@@ -52,7 +51,7 @@ def up(tmp_path):
         return await run(settings, Console(file=out, width=120), planner)
 
     yield start, out
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
 async def test_a_oneshot_ends_with_status_0_after_the_answer(up):

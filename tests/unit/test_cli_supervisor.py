@@ -55,7 +55,7 @@ def said():
 
 
 @pytest.fixture
-async def make(tmp_path, said):
+async def make(tmp_path, said, new_children):
     made = []
 
     def build(*specs):
@@ -69,7 +69,7 @@ async def make(tmp_path, said):
     for supervisor in made:
         supervisor.hurry()
         await supervisor.stop()
-    assert not psutil.Process().children(recursive=True)
+    assert not new_children()
 
 
 async def until(condition, seconds=10.0):
@@ -144,10 +144,10 @@ async def test_hurry_does_not_wait_for_the_grace(tmp_path, make):
     await asyncio.wait_for(supervisor.stop(), 10)
 
 
-async def test_what_a_child_leaves_behind_is_ended_too(tmp_path, make):
+async def test_what_a_child_leaves_behind_is_ended_too(tmp_path, make, new_children):
     supervisor = make(spec(tmp_path, "decoder-1", code=PARENT))
     await supervisor.start(20)
-    await until(lambda: len(psutil.Process().children(recursive=True)) == 2)
+    await until(lambda: len(new_children()) == 2)
     grandchildren = psutil.Process(supervisor.children[0].pid).children()
     os.kill(supervisor.children[0].pid, signal.SIGKILL)
     await until(lambda: not any(each.is_running() and each.status() != "zombie" for each in grandchildren))

@@ -58,7 +58,7 @@ class ModelConfig:
         """Read config.json and, where present, generation_config.json of `folder`; raises ModelError."""
         folder = Path(folder)
         return cls.from_dict(
-            _read_json(folder / "config.json"), _read_json(folder / "generation_config.json", {}), folder=folder
+            read_json(folder / "config.json"), read_json(folder / "generation_config.json", {}), folder=folder
         )
 
     @classmethod
@@ -104,7 +104,8 @@ class ModelConfig:
         return digest.hexdigest()[:16]
 
 
-def _read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the object in a model folder's file, or `default` if there is no such file. Raises ModelError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:

@@ -20,6 +20,8 @@ import torch
 from kvferry_proto.grammar import WHITESPACE, Grammar, GrammarKind
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
+from kvferry_engine.end_tokens import end_tokens
+
 CACHED_GRAMMARS = 64
 MASK_THREADS = 2
 # The hardest grammars then take about half a second of one core to compile.
@@ -82,11 +84,20 @@ def make_tokenizer(text: str, vocabulary: int, ends: frozenset[int]) -> llguidan
     return llguidance.LLTokenizer(text, n_vocab=vocabulary, eos_token=sorted(ends))
 
 
+def read_ahead(folder: Path, vocabulary: int) -> None:
+    """Read the tokenizer of a model folder while there is nothing yet that this could hold up.
+
+    Raises OSError, ValueError or ModelError: no grammar can be used then.
+    """
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    make_tokenizer(text, vocabulary, end_tokens(folder, text))
+
+
 class GrammarCompiler:
     """Compiles grammars for one model's tokenizer, off the event loop; the latest are kept."""
 
     def __init__(self, folder: Path, vocabulary: int) -> None:
-        """`folder`: the model's; its tokenizer.json is read when the first grammar comes."""
+        """`folder`: the model's; its tokenizer.json is read with the first grammar, if not by `read_ahead`."""
         self._folder = folder
         self._vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")

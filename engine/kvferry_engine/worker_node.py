@@ -1,7 +1,6 @@
 """The life of a node that runs the model, prefiller or decoder: load, join, serve, drain, leave."""
 
 import asyncio
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar, Protocol
@@ -92,6 +91,10 @@ class WorkerNode(ABC):
     def describe(self, record: NodeRecord) -> NodeRecord:
         """Add what this role publishes about itself."""
 
+    def load(self) -> Worker:
+        """Load what takes long, in a thread, before the node joins. Raises what `Worker` does."""
+        return Worker(self.settings, self.ref, self._ranks, progress=self._on_progress)
+
     async def main(self, stop: Stop) -> None:
         """Live until `stop` is requested, then drain and leave."""
         app = ops_app(self.state, lambda: self._why_not_ready, self.metrics.registry)
@@ -105,8 +108,7 @@ class WorkerNode(ABC):
 
     async def _load(self, stop: Stop) -> Worker | None:
         """Load the model beside the loop, so that /health answers; None if the node is stopped meanwhile."""
-        load = functools.partial(Worker, self.settings, self.ref, self._ranks, progress=self._on_progress)
-        loading = asyncio.ensure_future(asyncio.to_thread(load))
+        loading = asyncio.ensure_future(asyncio.to_thread(self.load))
         stopping = asyncio.ensure_future(stop.requested.wait())
         await asyncio.wait({loading, stopping}, return_when=asyncio.FIRST_COMPLETED)
         stopping.cancel()

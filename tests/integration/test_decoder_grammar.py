@@ -37,7 +37,10 @@ def text(tiny_model):
 
 
 async def test_grammar_holds_from_the_first_token_to_the_last(redis_server, tiny_model, text, eventually):
+    read_before = make_tokenizer.cache_info()
     async with pair(redis_server.url, tiny_model) as (prefilling, decoding, router):
+        # The decoder has its tokenizer before it joins, for the end tokens that requests name.
+        assert make_tokenizer.cache_info().hits == read_before.hits + 1
 
         async def ask(tokens=PROMPT, **fields):
             asked = router.ask(decoding, tokens, prefiller=prefilling, **({"max_tokens": LONG} | fields))
@@ -83,6 +86,7 @@ async def test_grammar_holds_from_the_first_token_to_the_last(redis_server, tiny
         for asked, alone in zip(crowd, (free, whole, free, whole), strict=True):
             assert isinstance(await router.outcome(asked), Finished)
             assert asked.tokens == alone.tokens
+        assert make_tokenizer.cache_info().misses == read_before.misses
         await eventually(lambda: not decoding.held() and not prefilling.held())
 
 

@@ -4,6 +4,7 @@
 """
 
 import atexit
+import contextlib
 import ctypes
 import gc
 import json
@@ -100,6 +101,17 @@ def _tether(parent):
         os._exit(1)
 
 
+def _read_tokenizer(flags):
+    """Once for all decoders of a model: they find it read."""
+    from kvferry_engine.config import ModelConfig
+    from kvferry_engine.errors import ModelError
+    from kvferry_engine.grammar import read_ahead
+
+    with contextlib.suppress(OSError, ValueError, ModelError):
+        folder = Path(flags[flags.index("--model") + 1])
+        read_ahead(folder, ModelConfig.from_folder(folder).vocab_size)
+
+
 def _become(order, commands, orders):
     """Be the service, from here to the end of the process.
 
@@ -144,6 +156,8 @@ def main():
             pid, status = os.waitpid(order["status"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
+            if order["role"] == "decoder":
+                _read_tokenizer(order["flags"])
             forge = os.getpid()
             answer = os.fork()
             if answer == 0:

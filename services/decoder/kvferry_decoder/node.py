@@ -1,11 +1,16 @@
 """A decoder node, assembled."""
 
+from pathlib import Path
+
 import msgspec
+from kvferry_engine.errors import ModelError
+from kvferry_engine.grammar import read_ahead
 from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_node import WorkerNode
 from kvferry_node.channels import Post
 from kvferry_node.errors import SettingsError
+from kvferry_node.logs import get_logger
 from kvferry_proto.nodes import NodeRecord, NodeRef, Role
 from kvferry_proto.to_decoder import FromPrefiller, FromRouter
 
@@ -22,6 +27,15 @@ class DecoderNode(WorkerNode):
     def __init__(self, settings: DecoderSettings, ref: NodeRef, ranks: RankProcesses | None = None) -> None:
         super().__init__(settings, ref, ranks)
         self._own = settings
+
+    def load(self) -> Worker:
+        """Load the model, and read the tokenizer for grammars: no other thread runs meanwhile."""
+        worker = super().load()
+        try:
+            read_ahead(Path(worker.settings.model), worker.config.vocab_size)
+        except (OSError, ValueError, ModelError) as error:
+            get_logger().warning("answers can't be held to grammars here", why=str(error))
+        return worker
 
     def build(self, worker: Worker) -> DecoderService:
         """Make the service, with its channels to prefillers, hearing the fabric.

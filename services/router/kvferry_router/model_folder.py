@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 import orjson
+from kvferry_proto.ends import end_token_ids, token_name
 from tokenizers import Tokenizer as Encoder
 
 from kvferry_router.chat_template import ChatTemplate
@@ -65,23 +66,14 @@ def _template(folder: Path, tokenizer_config: dict[str, Any]) -> ChatTemplate | 
     if not source:
         return None
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
-    return ChatTemplate(source, {name: _content(tokenizer_config.get(name)) for name in names})
-
-
-def _content(token: str | dict[str, Any] | None) -> str:
-    """A special token as it stands in tokenizer_config.json: plain, or an object with its content."""
-    return str(token.get("content", "")) if isinstance(token, dict) else token or ""
+    return ChatTemplate(source, {name: token_name(tokenizer_config.get(name)) for name in names})
 
 
 def _stop_token_ids(
     folder: Path, config: dict[str, Any], tokenizer_config: dict[str, Any], encoder: Encoder
 ) -> list[int]:
-    found: set[int] = set()
-    for source in (_json(folder / "generation_config.json"), config):
-        value = source.get("eos_token_id")
-        found.update(value if isinstance(value, list) else [] if value is None else [value])
-    named = encoder.token_to_id(_content(tokenizer_config.get("eos_token")))
-    return sorted(found | ({named} if named is not None else set()))
+    named = encoder.token_to_id(token_name(tokenizer_config.get("eos_token")))
+    return sorted(end_token_ids([_json(folder / "generation_config.json"), config], named))
 
 
 def _json(path: Path, *, required: bool = False) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from cluster import START_SECONDS, Cluster, wait_for
 from forge import Forge
 from streams import Stream, prompt
+from tokenizers import Tokenizer
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(300)]
 
@@ -18,6 +20,7 @@ COMMON = ["--lease-seconds", "2", "--heartbeat-seconds", "0.3"]
 WORKER = ["--tp", "2", "--dtype", "float32", "--kv-memory", "4MiB", "--page-size", "8", "--provider", "tcp"]
 PREFILLER = ["--chunk-size", "32", "--fault", "slow-layer-ms=10"]
 ANSWER = 60
+BOUND = "[a-z ]{2000}"
 PASSAGE = 200
 
 
@@ -54,8 +57,8 @@ def heal(cluster):
 
 
 def streams(cluster):
-    fields = [{}, {"temperature": 1, "top_k": 4, "seed": 11}]
-    return [Stream(cluster.url, prompt(40, i), ANSWER, **fields[i % 2]) for i in range(4)]
+    fields = [{}, {"temperature": 1, "top_k": 4, "seed": 11}, {"guided_regex": BOUND}]
+    return [Stream(cluster.url, prompt(40, i), ANSWER, **fields[i % 3]) for i in range(4)]
 
 
 _salts = itertools.count()
@@ -81,6 +84,8 @@ def ended_by_its_rank(node, rank):
 
 async def test_a_rank_of_a_decoder_killed_under_load_costs_no_token(cluster):
     expected = [await stream.end() for stream in streams(cluster)]
+    # The lead draws for all ranks, and so it alone knows of the grammar.
+    assert re.fullmatch("[a-z ]+", Tokenizer.from_file(f"{cluster.model}/tokenizer.json").decode(expected[2]))
     running = streams(cluster)
     for stream in running:
         await stream.until(8)

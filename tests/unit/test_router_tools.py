@@ -7,12 +7,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvferry_engine.grammar import GrammarCompiler, make_tokenizer
+from kvferry_router.answer import GrowingAnswer
 from kvferry_router.chat_template import ChatTemplate
 from kvferry_router.chat_turns import template_tools, template_turns
+from kvferry_router.jobs import JobMaker
+from kvferry_router.limits import Limits
+from kvferry_router.model_folder import load_model_text
 from kvferry_router.openai_parse import parse
 from kvferry_router.openai_types import ChatRequest
+from kvferry_router.settings import RouterSettings
 from kvferry_router.tool_calls import ToolCallParser
 from kvferry_router.tool_choice import tool_grammar
+from scripted import make_model_folder
+from tokenizers import Tokenizer as Encoder
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_cal>"}}\n</tool_call>'
 TWO = '<tool_call>{"name":"g","arguments":{}}</tool_call>'
@@ -146,6 +153,25 @@ def test_a_call_that_must_come_is_held_to_its_schema(default_model, choice, good
         tokens = tokenizer.tokenize_str(text)
         assert compiler.compile_now(grammar, frozenset({2})).fits(tokens) < len(tokens)
     compiler.close()
+
+
+@pytest.mark.parametrize("tools", [True, False])
+async def test_tags_that_are_special_tokens_are_text_where_there_are_tools(tmp_path, tools):
+    folder = make_model_folder(tmp_path)
+    encoder = Encoder.from_file(str(folder / "tokenizer.json"))
+    encoder.add_special_tokens(["<tool_call>", "</tool_call>"])
+    encoder.save(str(folder / "tokenizer.json"))
+    text = load_model_text(folder)
+    maker = JobMaker(RouterSettings(model=str(folder)), text, Limits(list, 4096))
+    job = await maker.chat(request(messages=MESSAGES[:1], tools=TOOLS if tools else None), 0)
+    answer = GrowingAnswer(job, text.tokenizer, text.stop_token_ids)
+    ids = text.tokenizer.encode_now(f"ü{ONE}").tolist()
+    assert encoder.token_to_id("<tool_call>") in ids
+    for token in ids:
+        answer.add([token], [])
+    answer.end()
+    spoken = answer.take().text
+    assert spoken == (f"ü{ONE}" if tools else f"ü{ONE}".replace("<tool_call>", "").replace("</tool_call>", ""))
 
 
 def test_a_call_that_may_come_is_free():

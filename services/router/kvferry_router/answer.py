@@ -16,7 +16,7 @@ class GrowingAnswer:
     def __init__(self, job: Job, tokenizer: Tokenizer, stop_token_ids: Collection[int]) -> None:
         self._limit = job.sampling.max_tokens
         self._ends = frozenset() if job.sampling.ignore_eos else frozenset(stop_token_ids)
-        self._detokenizer = Detokenizer(tokenizer, job.tokens[-64:])
+        self._detokenizer = Detokenizer(tokenizer, job.tokens[-64:], job.spoken)
         self._stops = StopStrings(job.stop) if job.stop else None
         self.token_ids: list[int] = []
         self._taken = 0

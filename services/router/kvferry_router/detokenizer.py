@@ -7,7 +7,7 @@ tokenizers' DecodeStream is not used: it has no way to end (a last, incomplete c
 sequences that `decode` takes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvferry_router.tokenizer import Tokenizer
 
@@ -19,12 +19,14 @@ MAX_HELD_TOKENS = 16
 
 
 class Detokenizer:
-    """One answer's text. `context`: the prompt, whose tail decides about a leading space."""
+    """One answer's text."""
 
-    def __init__(self, tokenizer: Tokenizer, context: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int], spoken: Collection[int] = ()) -> None:
+        """`context`: the prompt, whose tail decides about a leading space; `spoken`: special tokens that are text."""
         self._tokenizer = tokenizer
         self._window = list(context[-CONTEXT_TOKENS:])
         self._known = len(self._window)
+        self._spoken = spoken
 
     def push(self, ids: Sequence[int]) -> str:
         """Return the text that became certain with `ids`."""
@@ -32,6 +34,8 @@ class Detokenizer:
         return "".join([self._step(token) for token in ids])
 
     def _step(self, token: int) -> str:
+        if token in self._spoken:
+            return self.finish() + self._tokenizer.token_text(token)
         self._window.append(token)
         text = self._new_text()
         if text.endswith(INCOMPLETE) and len(self._window) - self._known < MAX_HELD_TOKENS:

@@ -19,6 +19,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Keeps cached KV apart."""
     grammar: Grammar | None = None
+    spoken: frozenset[int] = frozenset()
+    """Special tokens that are part of the answer's text all the same."""
     received: int
     """When the router got the request, in ns of `timeline.now`."""
 

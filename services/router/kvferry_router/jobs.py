@@ -20,6 +20,7 @@ from kvferry_router.openai_parse import stops
 from kvferry_router.openai_sampling import check_biases, sampling_of
 from kvferry_router.openai_types import ChatRequest, Common, CompletionRequest
 from kvferry_router.settings import RouterSettings
+from kvferry_router.tool_calls import CLOSE, OPEN
 from kvferry_router.tool_choice import tools_of
 
 COMPLETION_TOKENS = 16
@@ -33,6 +34,8 @@ class Asked(NamedTuple):
     default: int
     logprobs: int
     grammar: Grammar | None
+    spoken: frozenset[int] = frozenset()
+    """Special tokens that the answer's text keeps."""
 
 
 class JobMaker:
@@ -64,13 +67,14 @@ class JobMaker:
     async def chat(self, request: ChatRequest, received: int) -> Job:
         """Return the job of a chat."""
         self.check_model(request.model)
+        tools, template = tools_of(request), self._template()
         asked = Asked(
             tokens=request.max_completion_tokens or request.max_tokens,
             default=self._settings.default_chat_tokens,
             logprobs=_chat_logprobs(request),
             grammar=grammar_of(request),
+            spoken=self._text.tokenizer.special((OPEN, CLOSE)) if tools else frozenset(),
         )
-        tools, template = tools_of(request), self._template()
         turns = template_turns(request.messages, tools, native=template.takes_tools)
         tokens = await self._rendered(template, turns, template_tools(tools))
         return self._job(request, tokens, received, asked)
@@ -141,6 +145,7 @@ class JobMaker:
             sampling=sampling,
             stop=stops(request),
             grammar=asked.grammar,
+            spoken=asked.spoken,
             cache_salt=request.cache_salt or "",
             received=received,
         )

@@ -118,6 +118,12 @@ async def test_acceptance_is_the_same_with_a_prefiller_as_without(redis_server, 
             pages = -(-(len(prompt) - 1) // 8)
             assert end.prefiller.pages == pages * 4 + 1
             assert end.prefiller.cached == (len(prompt) - 2) // 8 * 8 * cached
+            # Another decoder has lost its answer half-way, guesses in flight.
+            rest = router.ask(
+                decoding, prompt + alone[:9], prefiller=prefilling, answered=9, max_tokens=ANSWER - 9, ignore_eos=True
+            )
+            assert isinstance(await router.outcome(rest), Finished)
+            assert rest.tokens == alone[9:]
         assert right > 10
         await eventually(lambda: not prefilling.held() and not decoding.held())
 

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvferry_decoder.request import Request, State
 from kvferry_decoder.scheduler import Scheduler
+from kvferry_decoder.speculation import Speculation
 from kvferry_engine.prefix_cache import PrefixCache
 from kvferry_proto.hashing import block_hashes
 from kvferry_proto.ints import Int32s
@@ -19,7 +20,7 @@ LAYOUT = KVLayout(model="m", dtype="float32", layers=2, kv_heads=1, head_dim=4, 
 PREFILLER = Peer(ref=NodeRef("p", 1), endpoint="tcp://127.0.0.1:1", layout=LAYOUT)
 
 
-def make_scheduler(pages=16, *, max_running=8, max_waiting=8, prefill_budget=6, local_prefill=0):
+def make_scheduler(pages=16, *, max_running=8, max_waiting=8, prefill_budget=6, local_prefill=0, speculation=None):
     return Scheduler(
         PrefixCache(pages),
         LAYOUT,
@@ -27,6 +28,7 @@ def make_scheduler(pages=16, *, max_running=8, max_waiting=8, prefill_budget=6, 
         max_waiting=max_waiting,
         prefill_budget=prefill_budget,
         local_prefill=local_prefill,
+        speculation=speculation,
     )
 
 
@@ -50,7 +52,13 @@ def drive(scheduler, request, token=7):
     slices = scheduler.plan_step()
     scheduler.finish_step(slices)
     for piece in slices:
-        if piece.draws and piece.request.append(token, 10_000) is not None:
+        if not piece.draws:
+            assert not piece.drafts
+            continue
+        right = piece.drafts[: len(piece.drafts) // 2]
+        count, finish = piece.request.extend([*right, token], 10_000)
+        scheduler.accept(piece.request, count - 1)
+        if finish is not None:
             scheduler.end(piece.request, State.FINISHED)
     return [(piece.request, piece.start, piece.tokens) for piece in slices if piece.request is request]
 
@@ -299,15 +307,36 @@ def test_a_preempted_request_finds_its_own_pages_and_does_not_count_them_as_cach
     assert (request.held, request.computed, request.cached) == (2, 8, 0)
 
 
+def test_a_page_for_drafts_alone_goes_to_who_needs_one():
+    """Drafts that turn out to be wrong have the last free page, until another request's next token needs it."""
+    scheduler = make_scheduler(pages=4, speculation=Speculation("ngram", 4, 10_000))
+    first, second = make_request(0, 5), make_request(1, 4)
+    first.tokens[:] = [5, 6, 5, 6, 5]
+    for request in (first, second):
+        scheduler.add(request)
+    assert scheduler.admit(can_receive=True) == [first, second]
+    pages = []
+    for token in (7, 8, 9):
+        slices = scheduler.plan_step()
+        pages.append((len(first.pages), len(second.pages)))
+        assert [list(piece.drafts) for piece in slices if piece.drafts] == ([[6, 5, 6, 5]] if token == 7 else [])
+        scheduler.finish_step(slices)
+        for piece in slices:
+            if piece.draws:
+                piece.request.append(token, 10_000)
+    assert pages == [(3, 1), (3, 1), (2, 2)]
+    assert scheduler.preemptions == 0
+
+
 ACTIONS = st.lists(
     st.tuples(st.sampled_from(["add", "step", "arrive", "cancel"]), st.integers(0, 7), st.integers(1, 24)), max_size=80
 )
 
 
 @settings(max_examples=150, deadline=None)
-@given(ACTIONS, st.booleans())
-def test_whatever_happens_pages_add_up_and_everyone_ends(actions, local):
-    scheduler = make_scheduler(pages=10, max_running=4, max_waiting=100)
+@given(ACTIONS, st.booleans(), st.sampled_from(["off", "ngram"]))
+def test_whatever_happens_pages_add_up_and_everyone_ends(actions, local, way):
+    scheduler = make_scheduler(pages=10, max_running=4, max_waiting=100, speculation=Speculation(way, 5, 10_000))
     requests = []
     for action, pick, size in actions:
         if action == "add":

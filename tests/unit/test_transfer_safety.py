@@ -1,7 +1,7 @@
 """Decoder's receiver and prefiller's sender over a network that reorders, fails, drops and outlives its nodes.
 
-Whatever happens in whatever order: no page is given away while a write can land in it, an arrival means the right
-bytes of the right request, counts of two generations never mix, and every request has a way out.
+Whatever happens in whatever order: no page and no context slot is given away while a write can land in it, an arrival
+means the right bytes of the right request, counts of two generations never mix, and every request has a way out.
 """
 
 import itertools
@@ -11,13 +11,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from kvferry_decoder.receiver import Receiver, Transfer, TransferState
 from kvferry_decoder.slots import SlotPool
 from kvferry_engine.allocator import PageAllocator
+from kvferry_engine.context_slots import ContextSlots
 from kvferry_fabric import EventKind
 from kvferry_fabric.in_memory import MemoryEngine, Network, Write
+from kvferry_prefiller.contexts import Contexts
 from kvferry_prefiller.request import Request
 from kvferry_prefiller.scheduler import Chunk
 from kvferry_prefiller.sender import Sender
@@ -31,11 +34,18 @@ LAYOUT = KVLayout(model="m", dtype="float32", layers=2, kv_heads=2, head_dim=2, 
 RANKS = LAYOUT.ranks
 PAGE, LAYERS, PAGES, SOURCE_PAGES = LAYOUT.page_bytes, LAYOUT.layers, 12, 4096
 PIECES = plan(LAYOUT, LAYOUT)
+SLOTS, STATE = 3, 4
+"""Transfer slots of the decoder, and numbers in a hidden state: as many bytes as a mark."""
 
 
 def mark(serial: int, rank: int, layer: int, index: int) -> bytes:
     """What page `index` of a request holds in a layer on a rank."""
     return struct.pack("<IIII", serial, rank, layer, index)
+
+
+def state_of(serial: int) -> torch.Tensor:
+    """The hidden state that belongs to a request."""
+    return torch.frombuffer(bytearray(mark(serial, RANKS, LAYERS, 0)), dtype=torch.float32)
 
 
 def register(engine: MemoryEngine, memory: np.ndarray) -> list[Any]:
@@ -56,7 +66,8 @@ class Prefiller:
             SimpleNamespace(
                 fabric=self.engine, layout=LAYOUT, pool=pool, counter=self.counter,
                 register=lambda: register(self.engine, self.memory),
-            )
+            ),
+            Contexts(self.engine, ContextSlots(SOURCE_PAGES, STATE, torch.float32), SOURCE_PAGES),
         )  # fmt: skip
         self.used = 0
         self.chunks: list[Chunk] = []
@@ -86,7 +97,14 @@ class World:
         self.decoder = MemoryEngine(self.network, incarnation=1)
         self.memory = np.zeros((RANKS, LAYERS, PAGES, PAGE), np.uint8)
         self.allocator = PageAllocator(PAGES)
-        self.receiver = Receiver(self.decoder, lambda: register(self.decoder, self.memory), self.allocator, SlotPool(3))
+        self.contexts = ContextSlots(SLOTS, STATE, torch.float32)
+        self.receiver = Receiver(
+            self.decoder,
+            lambda: register(self.decoder, self.memory),
+            self.allocator,
+            SlotPool(SLOTS),
+            lambda: self.decoder.register(self.contexts.buffer),
+        )
         self.serial = 0
         self.jobs: list[Job] = []
         self.prefillers = [Prefiller(self.network, number) for number in (1, 2)]
@@ -100,11 +118,12 @@ class World:
             return
         prefiller = self.prefillers[which]
         held = self.allocator.allocate(pages)
-        transfer = self.receiver.expect("r", prefiller.peer, pages * LAYERS * len(PIECES))
+        transfer = self.receiver.expect("r", prefiller.peer, pages * LAYERS * len(PIECES) + 1)
         memory = [region.descriptor for region in transfer.key.regions]
         order = Prefill(
             request_id="r", tokens=Int32s(range(pages)), pages=Int32s(held), slot=transfer.slot.number,
             generation=transfer.slot.generation, layout=LAYOUT, memory=memory,
+            context=transfer.key.context.descriptor,
         )  # fmt: skip
         request = Request(order, SimpleNamespace(sender=NodeRef("d", 1)), PIECES)
         request.pages = list(range(prefiller.used, prefiller.used + pages))
@@ -141,7 +160,15 @@ class World:
         if prefiller.layer == LAYERS:
             for chunk in prefiller.chunks:
                 chunk.request.computed = chunk.end
+                if chunk.last:
+                    self.send_context(prefiller, chunk.request)
             prefiller.chunks = []
+
+    def send_context(self, prefiller: Prefiller, request: Request) -> None:
+        job = next(job for job in self.jobs if job.request is request)
+        prefiller.sender.contexts.put(request.context_slot, state_of(job.serial))
+        if not job.stopping:
+            prefiller.sender.send_context(request)
 
     def cancel(self, number) -> None:
         live = [job for job in self.jobs if job.transfer.state is TransferState.EXPECTING]
@@ -204,6 +231,7 @@ class World:
             job = next(job for job in self.jobs if job.transfer is transfer)
             for rank, layer, (index, page) in itertools.product(range(RANKS), range(LAYERS), enumerate(job.pages)):
                 assert self.memory[rank, layer, page].tobytes() == mark(job.serial, rank, layer, index)
+            assert torch.equal(self.contexts.take(event.slot).view(torch.int32), state_of(job.serial).view(torch.int32))
             self.receiver.arrived(transfer)
             job.running = True
 
@@ -263,11 +291,19 @@ class World:
             if write.landed or self.decoder.region_of(key) is None:
                 continue
             slot = write.transfer.plan.slot, write.transfer.plan.generation
+            if write.transfer.plan.remote.length == len(self.contexts.buffer):
+                self.the_slot_is_still_its_own(write, slot)
+                continue
             for offset, _ in write.pieces:
                 holder = holders.get(offset // PAGE % PAGES)
                 assert holder is not None, "a write can land in a page that is free"
                 assert tuple(holder.transfer.slot) == slot, "a write can land in another request's page"
                 assert not holder.running, "a write can land in a page that is in use"
+
+    def the_slot_is_still_its_own(self, write: Write, slot: tuple[int, int]) -> None:
+        [(offset, data)] = write.pieces
+        assert (offset, len(data)) == (self.contexts.offset(slot[0]), self.contexts.row_bytes)
+        assert any(tuple(transfer.slot) == slot for transfer in self.receiver.transfers)
 
     def the_book_of_pages_adds_up(self) -> None:
         book = self.allocator
@@ -293,7 +329,7 @@ class World:
         assert self.receiver.transfers == []
         assert (self.allocator.free_pages, self.receiver.slots.held) == (PAGES, 0)
         stats = self.decoder.stats()
-        assert (stats.armed_slots, stats.regions) == (0, RANKS)
+        assert (stats.armed_slots, stats.regions) == (0, RANKS + 1)
         assert not any(prefiller.engine.stats().active_transfers for prefiller in self.prefillers)
         self.drop_the_gone()
 

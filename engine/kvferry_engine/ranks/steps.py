@@ -53,7 +53,7 @@ def pack(step: Step, page_size: int) -> bytes:
         pages.append(np.asarray(piece.pages[:needed], dtype=np.int32))
     head = np.array([step.work, len(step.slices), *np.ravel(shapes)], dtype=np.int32)
     # An even number of 16-bit numbers a row, as of every model there is.
-    states = [] if step.hidden is None else [step.hidden.contiguous().view(torch.int32).flatten().numpy()]
+    states = [] if step.hidden is None else [step.hidden.cpu().contiguous().view(torch.int32).flatten().numpy()]
     numbers = np.concatenate([head, *tokens, *pages, *states])
     return _LENGTH.pack(numbers.nbytes) + numbers.tobytes()
 

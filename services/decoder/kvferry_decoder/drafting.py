@@ -50,7 +50,7 @@ def guess(worker: Worker, asks: Sequence[Ask], drawn: Sequence[Sequence[int]], h
     for index, (ask, tokens) in enumerate(zip(asks, drawn, strict=True)):
         if tokens[0] >= 0:
             slices.append(_known(ask, tokens))
-            states += [] if ask.context is None else [ask.context.unsqueeze(0)]
+            states += [] if ask.context is None else [ask.context.unsqueeze(0).to(hidden.device)]
             states.append(hidden[first : first + len(tokens)])
             sequences.append(_Sequence(index, ask.position + len(tokens), ask.pages, ask.most))
         first += ask.rows

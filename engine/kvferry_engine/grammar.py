@@ -84,13 +84,19 @@ def make_tokenizer(text: str, vocabulary: int, ends: frozenset[int]) -> llguidan
     return llguidance.LLTokenizer(text, n_vocab=vocabulary, eos_token=sorted(ends))
 
 
+@functools.lru_cache(maxsize=4)
+def folder_tokenizer(folder: Path, vocabulary: int, ends: frozenset[int]) -> llguidance.LLTokenizer:
+    """Return a model folder's tokenizer; models that share one share it. Raises OSError or ValueError."""
+    return make_tokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), vocabulary, ends)
+
+
 def read_ahead(folder: Path, vocabulary: int) -> None:
     """Read the tokenizer of a model folder while there is nothing yet that this could hold up.
 
     Raises OSError, ValueError or ModelError: no grammar can be used then.
     """
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    make_tokenizer(text, vocabulary, end_tokens(folder, text))
+    folder_tokenizer(folder, vocabulary, end_tokens(folder, text))
 
 
 class GrammarCompiler:
@@ -135,13 +141,11 @@ class GrammarCompiler:
         return matcher
 
     def _tokenizer(self, ends: frozenset[int]) -> llguidance.LLTokenizer:
-        path = self._folder / "tokenizer.json"
         try:
-            text = path.read_text(encoding="utf-8")
+            return folder_tokenizer(self._folder, self._vocabulary, ends)
         except OSError as error:
             msg = f"this decoder can't read its tokenizer: {error.strerror}"
             raise GrammarError(msg) from None
-        return make_tokenizer(text, self._vocabulary, ends)
 
     def close(self) -> None:
         """End the thread; what is being compiled is waited for."""

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from kvferry_engine.grammar import make_tokenizer
+from kvferry_engine.grammar import folder_tokenizer, make_tokenizer
 from kvferry_proto.errors import ErrorCode
 from kvferry_proto.grammar import Grammar
 from kvferry_proto.message import RequestFailed
@@ -37,10 +37,11 @@ def text(tiny_model):
 
 
 async def test_grammar_holds_from_the_first_token_to_the_last(redis_server, tiny_model, text, eventually):
-    read_before = make_tokenizer.cache_info()
+    before = folder_tokenizer.cache_info()
     async with pair(redis_server.url, tiny_model) as (prefilling, decoding, router):
         # The decoder has its tokenizer before it joins, for the end tokens that requests name.
-        assert make_tokenizer.cache_info().hits == read_before.hits + 1
+        joined = folder_tokenizer.cache_info()
+        assert joined.hits + joined.misses == before.hits + before.misses + 1
 
         async def ask(tokens=PROMPT, **fields):
             asked = router.ask(decoding, tokens, prefiller=prefilling, **({"max_tokens": LONG} | fields))
@@ -86,7 +87,7 @@ async def test_grammar_holds_from_the_first_token_to_the_last(redis_server, tiny
         for asked, alone in zip(crowd, (free, whole, free, whole), strict=True):
             assert isinstance(await router.outcome(asked), Finished)
             assert asked.tokens == alone.tokens
-        assert make_tokenizer.cache_info().misses == read_before.misses
+        assert folder_tokenizer.cache_info().misses == joined.misses
         await eventually(lambda: not decoding.held() and not prefilling.held())
 
 

@@ -16,8 +16,10 @@ from kvferry_router.model_folder import load_model_text
 from kvferry_router.openai_parse import parse
 from kvferry_router.openai_types import ChatRequest
 from kvferry_router.settings import RouterSettings
+from kvferry_router.tokenizer import Tokenizer
 from kvferry_router.tool_calls import ToolCallParser
 from kvferry_router.tool_choice import tool_grammar
+from llguidance import LLMatcher
 from scripted import make_model_folder
 from tokenizers import Tokenizer as Encoder
 
@@ -172,6 +174,19 @@ async def test_tags_that_are_special_tokens_are_text_where_there_are_tools(tmp_p
     answer.end()
     spoken = answer.take().text
     assert spoken == (f"ü{ONE}" if tools else f"ü{ONE}".replace("<tool_call>", "").replace("</tool_call>", ""))
+
+
+def test_tags_that_are_special_tokens_are_asked_for_as_such(default_model):
+    encoder = Encoder.from_file(str(default_model / "tokenizer.json"))
+    encoder.add_special_tokens(["<tool_call>", "</tool_call>"])
+    tags = Tokenizer(encoder, encoder.get_vocab_size()).special(("<tool_call>", "</tool_call>", "other"))
+    assert sorted(tags) == ["</tool_call>", "<tool_call>"]
+    grammar = tool_grammar(request(tool_choice="required"), tags)
+    tokenizer = make_tokenizer(encoder.to_str(), encoder.get_vocab_size(), frozenset({2}))
+    matcher = LLMatcher(tokenizer, LLMatcher.grammar_from_lark(grammar.text))
+    ids = [*encoder.encode(NOTHING).ids, 2]
+    assert set(tags.values()) <= set(ids)
+    assert matcher.validate_tokens(ids) == len(ids)
 
 
 def test_a_call_that_may_come_is_free():

@@ -68,12 +68,13 @@ class JobMaker:
         """Return the job of a chat."""
         self.check_model(request.model)
         tools, template = tools_of(request), self._template()
+        tags = self._text.tokenizer.special((OPEN, CLOSE)) if tools else {}
         asked = Asked(
             tokens=request.max_completion_tokens or request.max_tokens,
             default=self._settings.default_chat_tokens,
             logprobs=_chat_logprobs(request),
-            grammar=grammar_of(request),
-            spoken=self._text.tokenizer.special((OPEN, CLOSE)) if tools else frozenset(),
+            grammar=grammar_of(request, tags),
+            spoken=frozenset(tags.values()),
         )
         turns = template_turns(request.messages, tools, native=template.takes_tools)
         tokens = await self._rendered(template, turns, template_tools(tools))

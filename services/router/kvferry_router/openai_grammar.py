@@ -1,6 +1,6 @@
 """From the fields that ask for a shape of the answer to the grammar that decoders hold it to."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -14,11 +14,14 @@ from kvferry_router.tool_choice import tool_grammar
 _FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def grammar_of(request: Common) -> Grammar | None:
-    """Return the grammar of the answer, or None if it is free. Raises BadRequest."""
+def grammar_of(request: Common, special: Collection[str] = ()) -> Grammar | None:
+    """Return the grammar of the answer, or None if it is free. Raises BadRequest.
+
+    `special`: the tags of tool calls that are special tokens.
+    """
     asked = [(name, value) for name in _FIELDS if (value := getattr(request, name)) is not None]
     found = [(name, grammar) for name, value in asked if (grammar := _grammar(name, value)) is not None]
-    if isinstance(request, ChatRequest) and (called := tool_grammar(request)) is not None:
+    if isinstance(request, ChatRequest) and (called := tool_grammar(request, special)) is not None:
         found.append(("tool_choice", check_size(called, "tools")))
     if len(found) > 1:
         msg = f"{' and '.join(name for name, _ in found)} exclude each other: an answer has one shape"

@@ -36,10 +36,10 @@ class Tokenizer:
         """Encode in this thread."""
         return Int32s(self._encoder.encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def special(self, texts: Sequence[str]) -> frozenset[int]:
-        """Return the ids of those `texts` that are special tokens: `decode` leaves them out."""
-        added = self._encoder.get_added_tokens_decoder()
-        return frozenset(token for token, entry in added.items() if entry.special and entry.content in texts)
+    def special(self, texts: Sequence[str]) -> dict[str, int]:
+        """Return those of `texts` that are special tokens, and their ids: `decode` leaves them out."""
+        added = self._encoder.get_added_tokens_decoder().items()
+        return {entry.content: token for token, entry in added if entry.special and entry.content in texts}
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of `ids` without special tokens; bytes that are no character become U+FFFD."""

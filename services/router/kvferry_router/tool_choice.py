@@ -1,5 +1,6 @@
 """Which tools an answer may call, and the grammar of an answer that must call one."""
 
+from collections.abc import Collection
 from typing import Any
 
 import orjson
@@ -26,24 +27,29 @@ def tools_of(request: ChatRequest) -> list[Tool]:
     return [] if choice == "none" else tools
 
 
-def tool_grammar(request: ChatRequest) -> Grammar | None:
-    """Return the grammar of an answer that must call a tool; None if it need not. Raises BadRequest."""
+def tool_grammar(request: ChatRequest, special: Collection[str] = ()) -> Grammar | None:
+    """Return the grammar of an answer that must call a tool; None if it need not. Raises BadRequest.
+
+    `special`: the tags that are special tokens.
+    """
     choice, tools = request.tool_choice, tools_of(request)
     if isinstance(choice, NamedChoice):
-        return _calls([tool for tool in tools if tool.function.name == choice.function.name], several=False)
+        return _calls([tool for tool in tools if tool.function.name == choice.function.name], special)
     if choice == "required":
-        return _calls(tools, several=request.parallel_tool_calls is not False)
+        return _calls(tools, special, several=request.parallel_tool_calls is not False)
     return None
 
 
-def _calls(tools: list[Tool], *, several: bool) -> Grammar:
+def _calls(tools: list[Tool], special: Collection[str], *, several: bool = False) -> Grammar:
     """Each tool has a rule of its own: its schema is a document of its own, with references into itself."""
+    # Text matches no special token; by its name in angle brackets a rule asks for the token itself.
+    opened, closed = (tag if tag in special else _json(tag) for tag in (OPEN, CLOSE))
     names = " | ".join(f"call_{number}" for number in range(len(tools)))
     rules = ['start: call ("\\n" call)*' if several else "start: call", f"call: {names}"]
-    tail = _json(f"}}\n{CLOSE}")
+    tail = _json("}\n")
     for number, tool in enumerate(tools):
-        head = _json(f'{OPEN}\n{{"name": {_json(tool.function.name)}, "arguments": ')
-        rules.append(f"call_{number}: {head} arguments_{number} {tail}")
+        head = _json(f'\n{{"name": {_json(tool.function.name)}, "arguments": ')
+        rules.append(f"call_{number}: {opened} {head} arguments_{number} {tail} {closed}")
         rules.append(f"arguments_{number}: %json {_json(_parameters(tool))}")
     return Grammar.lark("\n".join(rules))
 

@@ -7,7 +7,7 @@
 # make bench-peers      the fabric beside NIXL and Mooncake on the same pages; ARGS="--systems ours-tcp,nixl-tcp --sizes 65536"
 # make bench-engine     the engine against the machine's limits and the reference: JSON lines; ARGS="--decode 1,8"
 # make bench-mixed      prefill and decode on nodes of their own, against both on every node; plot in build/bench_mixed.png
-# make soak             transfers under kills, cuts and cancels; SECONDS=600, ARGS="--provider net --seed 7"
+# make soak             transfers under kills, cancels and link cuts (as root); SECONDS=600, ARGS="--provider local --seed 7"
 # make fuzz             random schedules against the fabric's checks, under sanitizers; SECONDS=600
 # make clean            remove what was built; the environment too with `make distclean`
 #

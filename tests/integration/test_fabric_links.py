@@ -10,20 +10,19 @@ import fabric_rig as rig
 import msgspec
 import netns
 import pytest
+from netns import OURS, THEIRS
 
 SIZE = 8 << 20
 PAGES = SIZE // 4096
 SCRIPT = Path(rig.__file__).with_name("fabric_sender.py")
-OURS, THEIRS = ("10.77.1.1", "10.77.2.1"), ("10.77.1.2", "10.77.2.2")
 
 
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[netns.Hosts]:
-    try:
-        with netns.hosts() as made:
-            yield made
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"network namespaces cannot be made here (root and iproute2 are needed): {error}")
+    with netns.hosts_if_possible() as made:
+        if made is None:
+            pytest.skip("network namespaces cannot be made here (root and iproute2 are needed)")
+        yield made
 
 
 class Sender:

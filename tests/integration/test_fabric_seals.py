@@ -85,10 +85,10 @@ def test_a_small_transfer_does_not_wait_for_a_large_one(pair) -> None:
     assert pair.sender.stats().in_flight_writes == 0
 
 
-@pytest.mark.parametrize("provider", ["tcp", "net"])
+@pytest.mark.parametrize("provider", ["tcp", "net", "local"])
 def test_a_revoked_key_fails_a_transfer_of_many_writes(provider) -> None:
     pair = rig.Pair(provider, LAYERS, PAGES, PAGE, gather=1)
-    second = pair.receiver.register(memoryview(pair.target).cast("B"))
+    second = pair.receiver.register(pair.memory)
     source, target = pair.permuted(PAGES)
     descriptor = second.descriptor
     second.close()

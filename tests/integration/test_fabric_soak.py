@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import fabric_rig as rig
@@ -189,14 +190,15 @@ def test_closing_in_the_middle_of_transfers_leaves_nothing(provider) -> None:
     assert held_by_process() == before
 
 
-def test_a_short_soak_with_kills_cuts_and_cancels() -> None:
+@pytest.mark.parametrize("provider", ["tcp", "local"])
+def test_a_short_soak_with_kills_cuts_and_cancels(provider) -> None:
     """What `make soak` runs for ten minutes."""
     before = held_by_process()
-    sums = fabric_soak.soak("tcp", seconds=6, seed=5, say=lambda _: None)
+    sums = Counter(fabric_soak.soak(provider, seconds=3, seed=5, say=lambda _: None))
     assert sums["done"] > 0
     assert sums["verified_bytes"] > 0
     assert sums["cancelled"] + sums["failed"] > 0
-    assert sums.get("receivers_killed", 0) + sums.get("cuts", 0) + sums.get("senders_killed", 0) > 0
+    assert sums["receivers_killed"] + sums["senders_killed"] + sums["cuts"] + sums["link_cuts"] > 0
     assert held_by_process() == before
 
 

@@ -1,6 +1,8 @@
-"""Transfers for a while, with receivers and senders killed, stopped and cancelled at random: `make soak`.
+"""Transfers for a while, with receivers and senders killed, stopped, cut off and cancelled at random: `make soak`.
 
 One engine in this process sends to receivers in processes of their own, and is itself written to by other processes.
+Over tcp and net, where network namespaces can be made, the receivers are on another host with two links, of which one
+is cut now and then.
 Every transfer must end: done, cancelled, or failed with a reason; every byte of those that are done is verified at the
 receiver; at the end nothing is held. Prints one line of JSON for whatever is done to a process, and a last one with the
 sums; raises AssertionError if something does not hold. The test suite runs the same for a few seconds.
@@ -15,19 +17,23 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import fabric_rig as rig
 import msgspec
+import netns
 import numpy as np
 import xxhash
-from kvferry_fabric import ChunkSchedule, Event, EventKind, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, Event, EventKind, SharedMemory, TransferEngine, runs
 from kvferry_proto.memory import MemoryDescriptor
 
 HELD = ("armed_slots", "active_transfers", "held_transfers", "in_flight_writes", "regions", "peers", "counters")
 SLOTS, SLOT_PAGES, PAGE = 4, 64, 16384
 GENERATIONS = 1024
+OVER_LINKS = {"tcp", "net"}
+SILENCE = 1.5
 
 
 @dataclass
@@ -44,25 +50,32 @@ class Job:
 class Soak:
     """The sender, its receivers, and what has happened so far."""
 
-    def __init__(self, provider: str, seed: int, say: Callable[[dict[str, Any]], None]) -> None:
-        self.provider, self.say = provider, say
+    def __init__(
+        self, provider: str, seed: int, say: Callable[[dict[str, Any]], None], hosts: netns.Hosts | None = None
+    ) -> None:
+        """With `hosts`, the sender is on "a", where the caller has entered, and the receivers on "b"."""
+        self.provider, self.say, self.hosts = provider, say, hosts
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.verified_bytes = 0
         self.pages = SLOTS * SLOT_PAGES
         self.memory = np.random.default_rng(seed).integers(0, 256, (self.pages, PAGE), dtype=np.uint8)
-        self.engine = TransferEngine(provider, incarnation=1, bind=rig.BIND)
+        domains = netns.OURS if hosts else (rig.BIND,)
+        self.engine = TransferEngine(provider, incarnation=1, domains=domains, silence_seconds=SILENCE)
         self.region = self.engine.register(memoryview(self.memory).cast("B"))
-        self.victim = np.zeros(1 << 22, np.uint8)
-        self.open_to_writers = self.engine.register(memoryview(self.victim))
+        self.victim = SharedMemory.create(1 << 22, "kvferry-soak")
+        self.open_to_writers = self.engine.register(self.victim)
         self.receivers = [self._receiver() for _ in range(2)]
         self.generation = 0
         self.live: dict[int, Job] = {}
         self.killed: set[rig.Receiver] = set()
+        self.link_is_cut = False
 
     def _receiver(self) -> "rig.Receiver":
-        return rig.Receiver(self.provider, self.pages * PAGE)
+        if self.hosts is None:
+            return rig.Receiver(self.provider, self.pages * PAGE)
+        return rig.Receiver(self.provider, self.pages * PAGE, netns.THEIRS, self.hosts.inside("b"))
 
     def start(self, receiver: "rig.Receiver | None" = None) -> None:
         """One transfer to a slot that is at rest; a page of a slot belongs to it alone. Some are called off at once."""
@@ -100,7 +113,7 @@ class Soak:
         if event.kind is EventKind.FAILED:
             assert event.text, event
             assert event.peer == job.receiver.descriptor.addresses[0], event
-            assert job.receiver in self.killed or "could not be posted" in event.text, event
+            assert job.receiver in self.killed or self.link_is_cut or "could not be posted" in event.text, event
             self.reasons[event.text.split(":")[0][:60]] += 1
         if job.receiver in self.killed:
             return
@@ -151,6 +164,21 @@ class Soak:
         self.say({"cut": "receiver"})
         self.counts["cuts"] += 1
 
+    def cut_link(self) -> None:
+        """One of the two links is down for a moment: what is under way may fail."""
+        assert self.hosts is not None
+        end, self.link_is_cut = f"b{self.random.choice('12')}", True
+        for _ in range(SLOTS):
+            self.start()
+        self.hosts.ip("b", "link", "set", end, "down")
+        time.sleep(self.random.uniform(0, 0.3))
+        self.start()
+        self.hosts.ip("b", "link", "set", end, "up")
+        rig.until(lambda: all(self.none_left(one) for one in self.receivers), "the transfers of a cut link")
+        self.link_is_cut = False
+        self.say({"cut": "link"})
+        self.counts["link_cuts"] += 1
+
     def kill_sender(self) -> None:
         """kill -9 of a process that writes into this one's memory."""
         descriptor = json.dumps(msgspec.to_builtins(self.open_to_writers.descriptor))
@@ -173,7 +201,8 @@ class Soak:
         self.look()
         if since_chaos < 0.5:
             return False
-        self.random.choice([self.kill_receiver, self.kill_receiver, self.cut, self.cut, self.kill_sender])()
+        chaos = [self.kill_receiver, self.kill_receiver, self.cut, self.cut, self.kill_sender]
+        self.random.choice(chaos + [self.cut_link] * 2 if self.hosts else chaos)()
         return True
 
     def finish(self) -> dict[str, Any]:
@@ -199,19 +228,22 @@ class Soak:
         for receiver in self.receivers:
             receiver.close()
         self.engine.close()
+        self.victim.close()
 
 
 def soak(provider: str, seconds: float, seed: int, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Run for so many seconds. Returns the sums; raises AssertionError if something does not hold."""
-    run = Soak(provider, seed, say)
-    try:
+    with ExitStack() as stack:
+        hosts = stack.enter_context(netns.hosts_if_possible()) if provider in OVER_LINKS else None
+        if hosts is not None:
+            stack.enter_context(hosts.entered("a"))
+        run = Soak(provider, seed, say, hosts)
+        stack.callback(run.close)
         end, chaos = time.monotonic() + seconds, time.monotonic()
         while time.monotonic() < end:
             if run.step(time.monotonic() - chaos):
                 chaos = time.monotonic()
         return run.finish()
-    finally:
-        run.close()
 
 
 def write_until_killed(remote: MemoryDescriptor) -> None:

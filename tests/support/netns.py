@@ -1,9 +1,15 @@
 """Two hosts with two links between them, as network namespaces of this machine; needs root and iproute2."""
 
+import ctypes
 import os
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+OURS, THEIRS = ("10.77.1.1", "10.77.2.1"), ("10.77.1.2", "10.77.2.2")
+"""Addresses of hosts "a" and "b", one for each link."""
 
 
 class Hosts:
@@ -37,17 +43,38 @@ class Hosts:
     def ip(self, host: str, *arguments: str) -> None:
         ip("-n", self.name(host), *arguments)
 
+    @contextmanager
+    def entered(self, host: str) -> Iterator[None]:
+        """On a host: this thread, and the threads and processes that it starts meanwhile."""
+        there = Path("/var/run/netns") / self.name(host)
+        with Path("/proc/thread-self/ns/net").open("rb") as home, there.open("rb") as away:
+            _enter(away)
+            try:
+                yield
+            finally:
+                _enter(home)
+
+
+def _enter(namespace: BinaryIO) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(namespace.fileno(), 0):
+        raise OSError(ctypes.get_errno(), "setns")
+
 
 def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], capture_output=True, timeout=30, check=True)
 
 
 @contextmanager
-def hosts() -> Iterator[Hosts]:
-    """Raises OSError or CalledProcessError where namespaces can't be made."""
+def hosts_if_possible() -> Iterator[Hosts | None]:
+    """Two hosts, or None where namespaces can't be made."""
     made = Hosts()
     try:
-        made.open()
-        yield made
+        try:
+            made.open()
+        except (OSError, subprocess.CalledProcessError):
+            yield None
+        else:
+            yield made
     finally:
         made.close()

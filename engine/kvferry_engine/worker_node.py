@@ -56,6 +56,9 @@ class WorkerService(Protocol):
     def held(self) -> dict[str, int]:
         """Everything that must be zero when idle."""
 
+    def under_way(self) -> bool:
+        """Whether something is still to end, which will give back what it holds."""
+
     def fail_rest(self, code: ErrorCode, why: str) -> None:
         """Give up what has not ended."""
 
@@ -219,8 +222,8 @@ class WorkerNode(ABC):
         while True:
             await asyncio.sleep(self.settings.idle_check_seconds)
             held = {name: count for name, count in service.held().items() if count}
-            # Seen twice: what was held at both looks, with no request here, is held by nobody.
-            if held and held == before and "requests" not in held:
+            # Seen twice: what was held at both looks, with nothing here that is still to end, is held by nobody.
+            if held and held == before and not service.under_way():
                 self.worker_metrics.leaks.inc()
                 self._log.error("idle, and still holding", **held)
             before = held

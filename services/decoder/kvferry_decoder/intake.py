@@ -12,7 +12,7 @@ from kvferry_engine.worker import Worker
 from kvferry_fabric import Event, EventKind
 from kvferry_node.channels import Origin, Post
 from kvferry_node.errors import ChannelError
-from kvferry_node.logs import get_logger
+from kvferry_node.logs import Throttle, get_logger
 from kvferry_node.membership import VIEW_LAG_NS
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
@@ -72,6 +72,7 @@ class Intake:
         self._surrender = surrender
         self._incoming: dict[str, Incoming] = {}
         self._log = get_logger()
+        self._throttle = Throttle(5.0)
 
     def __len__(self) -> int:
         return len(self._incoming)
@@ -239,12 +240,18 @@ class Intake:
             self.fail(incoming.request, self._error(ErrorCode.TIMEOUT, text, Phase.TRANSFER, incoming.transfer.peer))
         for transfer in self._receiver.transfers:
             if transfer.awaits_confirmation and transfer.asked_at + self._retry_ns < at:
-                self._ask_to_cancel(transfer)
+                self._ask_again(transfer)
         self._receiver.close_revoked()
         begun = {entry.transfer.peer.ref: entry.deadline - self._deadline_ns for entry in self._incoming.values()}
         for ref in {transfer.peer.ref for transfer in self._receiver.transfers}:
             if not alive(ref) and at - begun.get(ref, 0) > VIEW_LAG_NS:
                 self.prefiller_lost(ref)
+
+    def _ask_again(self, transfer: Transfer) -> None:
+        if (held := self._throttle.passes("not confirmed")) is not None:
+            pages, peer = len(transfer.quarantined_pages), str(transfer.peer.ref)
+            self._log.warning("a cancel is not confirmed; asking again", peer=peer, pages=pages, held_back=held)
+        self._ask_to_cancel(transfer)
 
     def _ask_to_cancel(self, transfer: Transfer) -> None:
         transfer.asked_at = now()

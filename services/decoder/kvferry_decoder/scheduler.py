@@ -66,6 +66,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.receiving: set[Request] = set()
         self.running: list[Request] = []
+        self.leaving: set[Request] = set()
+        """Requests that have ended while a step uses their pages."""
         self.preemptions = 0
 
     @property
@@ -210,7 +212,7 @@ class Scheduler:
                 request.computed += count
                 self._publish(request)
             else:
-                self._free(request)
+                self._leave(request)
 
     def accept(self, request: Request, drafts: int) -> None:
         """So many drafts of the last step were right, and are tokens of the request by now: their KV is there."""
@@ -223,7 +225,7 @@ class Scheduler:
         for request, *_ in slices:
             request.in_step = False
             if request.state is not State.RUNNING:
-                self._free(request)
+                self._leave(request)
 
     def doubt(self, request: Request) -> None:
         """What a request computed can't be right: nobody shares its pages any more."""
@@ -270,8 +272,14 @@ class Scheduler:
         """
         self._remove(request)
         request.machine.move(state)
-        if not request.in_step:
+        if request.in_step:
+            self.leaving.add(request)
+        else:
             self._free(request)
+
+    def _leave(self, request: Request) -> None:
+        self.leaving.remove(request)
+        self._free(request)
 
     def surrender(self, request: Request) -> list[int]:
         """Hand a receiving request's own pages over: held, and no longer the request's. It keeps those it shares."""

@@ -322,6 +322,7 @@ class DecoderService:
         stats = self._worker.fabric.stats()
         return {
             "requests": len(self._requests),
+            "leaving": len(self.scheduler.leaving),
             "held_pages": self._worker.allocator.held_pages,
             "quarantined_pages": self._worker.allocator.quarantined_pages,
             "slots": self.receiver.slots.held,
@@ -331,6 +332,10 @@ class DecoderService:
             "active_transfers": stats.active_transfers,
             "in_flight_writes": stats.in_flight_writes,
         }
+
+    def under_way(self) -> bool:
+        """Whether a request is here, or was and a step, a check or a prefiller's word is still to come."""
+        return bool(self._requests or self.scheduler.leaving or len(self._verifier) or self.receiver.transfers)
 
     def fail_rest(self, code: ErrorCode, why: str) -> None:
         """Give up what has not ended: the time to drain is over, or a rank is lost. Routers go on elsewhere."""

@@ -256,6 +256,10 @@ class PrefillerService:
             "peers": stats.peers,
         }
 
+    def under_way(self) -> bool:
+        """Whether a request is here, or is being reported."""
+        return bool(self._requests or self._reports)
+
     def fail_rest(self, code: ErrorCode, why: str) -> None:
         """Give up what has not ended: the time to drain is over, or a rank is lost. Decoders turn elsewhere."""
         for request in list(self._requests.values()):

@@ -100,6 +100,20 @@ async def test_a_whole_answer_is_whole_even_if_its_decoder_dies_before_it_says_s
     assert (choice["text"], choice["finish_reason"]) == (ANSWER, "stop")
 
 
+async def test_a_router_that_stood_still_goes_on_with_the_only_decoder_there_is(cluster, eventually):
+    """The router was taken for lost, the decoder did nothing wrong: it isn't avoided."""
+    decoder = await cluster.decoder()
+    decoder.pause_at = 3
+    task = asyncio.create_task(cluster.complete(return_token_ids=True))
+    for attempt in (1, 2):
+        await eventually(lambda attempt=attempt: len(decoder.assigned) == attempt)
+        await asyncio.sleep(0.1)
+        cluster.router.dispatcher.stood_still(9.0)
+    await eventually(lambda: len(decoder.assigned) == 3)
+    decoder.go.set()
+    assert (await task)["choices"][0]["token_ids"] == cluster.tokens()
+
+
 @pytest.mark.parametrize("code", [ErrorCode.OVERLOADED, ErrorCode.TRANSFER_FAILED, ErrorCode.DRAINING])
 async def test_what_another_node_may_do_is_tried_there(cluster, code):
     scripts = [failing(code), speak]

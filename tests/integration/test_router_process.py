@@ -1,6 +1,7 @@
 """The router as a process of its own: what it loads, how it starts, and how it ends."""
 
 import asyncio
+import contextlib
 import json
 import signal
 import subprocess
@@ -93,32 +94,63 @@ async def test_without_a_prefiller_the_setting_decides(redis_server, tmp_path, a
 
 async def test_a_prefiller_is_named_to_the_decoder(redis_server, tmp_path):
     folder = make_model_folder(tmp_path)
-    async with running_cluster(redis_server.url, folder) as cluster:
-        record = NodeRecord(
-            ref=NodeRef("p1", new_incarnation()),
-            role=Role.PREFILLER,
-            endpoint="tcp://127.0.0.1:9",
-            model=MODEL,
-            layout=LAYOUT,
-            provider="tcp",
-        )
-        prefiller = Registry(redis_server.url, "kvferry", record)
-        await prefiller.join()
-        beat = asyncio.create_task(prefiller.run(Load, list))
-        decoder = ScriptedDecoder(redis_server.url, "d1", cluster.tokens())
-        decoder.registry.record = _short_local_prefill(decoder.record)
-        cluster.decoders.append(await decoder.start())
-        await cluster.until(lambda state: (state["decoders"], state["prefillers"]) == (1, 1))
+    async with (
+        running_cluster(redis_server.url, folder) as cluster,
+        joined_prefiller(redis_server.url) as prefiller,
+    ):
+        decoder = await decoder_beside_it(cluster, redis_server.url)
         await cluster.complete(prompt=[50] * 20)
         assign = decoder.assigned[0]
-        assert assign.prefiller == record.peer
+        assert assign.prefiller == prefiller
         entries = unpack(assign.page_table)
         assert [entry.source for entry in entries] == [Source.PREFILLER] * 5
         # 19 tokens are prefilled: four full pages of 4, and one that has no name.
         assert [entry.block_hash != 0 for entry in entries] == [True] * 4 + [False]
-        await prefiller.leave()
-        await beat
-        await prefiller.close()
+
+
+async def test_a_prefiller_that_left_while_the_answer_grew_is_not_remembered_to_hold_the_prompt(redis_server, tmp_path):
+    """Its next life has the same name and an empty cache."""
+    async with running_cluster(redis_server.url, make_model_folder(tmp_path)) as cluster:
+        async with joined_prefiller(redis_server.url) as prefiller:
+            decoder = await decoder_beside_it(cluster, redis_server.url)
+            decoder.pause_at = 1
+            asked = asyncio.create_task(cluster.complete(prompt=[50] * 20))
+            await cluster.until(lambda _: decoder.assigned)
+            assert decoder.assigned[0].prefiller == prefiller
+        await cluster.until(lambda state: state["prefillers"] == 0)
+        decoder.go.set()
+        await asked
+        held = cluster.router.dispatcher._memory.held(LAYOUT, [50] * 20, "")
+        assert held.keys() == {decoder.record.ref.id}
+
+
+@contextlib.asynccontextmanager
+async def joined_prefiller(redis_url):
+    """A prefiller by name, in the cluster until the block ends."""
+    record = NodeRecord(
+        ref=NodeRef("p1", new_incarnation()),
+        role=Role.PREFILLER,
+        endpoint="tcp://127.0.0.1:9",
+        model=MODEL,
+        layout=LAYOUT,
+        provider="tcp",
+    )
+    registry = Registry(redis_url, "kvferry", record)
+    await registry.join()
+    beat = asyncio.create_task(registry.run(Load, list))
+    yield record.peer
+    await registry.leave()
+    await beat
+    await registry.close()
+
+
+async def decoder_beside_it(cluster, redis_url):
+    """A decoder that leaves prompts to the prefiller; the router sees both."""
+    decoder = ScriptedDecoder(redis_url, "d1", cluster.tokens())
+    decoder.registry.record = decoder.record = _short_local_prefill(decoder.record)
+    cluster.decoders.append(await decoder.start())
+    await cluster.until(lambda state: (state["decoders"], state["prefillers"]) == (1, 1))
+    return decoder
 
 
 def _short_local_prefill(record):

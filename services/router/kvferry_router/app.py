@@ -12,7 +12,7 @@ from kvferry_node.placement import Placer
 from kvferry_node.registry import MembershipView, Registry
 from kvferry_node.service import Stop, process_state, running, watch_standstill
 from kvferry_node.settings import node_ref
-from kvferry_proto.nodes import Load, NodeRecord, Role
+from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role
 from kvferry_proto.to_router import FromClient, FromDecoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -55,6 +55,7 @@ class Router:
             text=text,
             placer=self._placer,
             decoders=self._decoders,
+            alive=self._alive,
             open_post=lambda handler: Post(self.ref, FromDecoder, handler, self._node_metrics, curve),
             metrics=metrics,
         )
@@ -135,6 +136,10 @@ class Router:
     def _on_leave(self, record: NodeRecord) -> None:
         self._pairs.left(record)
         self.dispatcher.on_leave(record)
+
+    def _alive(self, ref: NodeRef) -> bool:
+        record = self._view.nodes.get(ref.id)
+        return record is not None and record.ref == ref
 
     def _decoders(self) -> list[NodeRecord]:
         """Decoders that this router can place on."""

@@ -23,6 +23,8 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     """Another node may succeed."""
     held: bool = False
     """The decoder may still hold something of it: a Cancel must follow."""
+    blame: bool = True
+    """A node failed it, which the next attempt avoids; False where it was this router."""
 
 
 class StopFound(msgspec.Struct, frozen=True):

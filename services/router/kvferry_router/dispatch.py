@@ -42,13 +42,16 @@ class Dispatcher:
         text: ModelText,
         placer: Placer,
         decoders: Callable[[], list[NodeRecord]],
+        alive: Callable[[NodeRef], bool],
         open_post: Callable[[Handler], Post],
         metrics: RouterMetrics,
     ) -> None:
+        """`alive`: whether this life of a node is in the cluster, as far as this router has heard."""
         self._ref = ref
         self._settings = settings
         self._text = text
         self._decoders = decoders
+        self._alive = alive
         self._metrics = metrics
         self._admission = Admission(
             placer, metrics, line_length=settings.admission_queue, line_seconds=settings.admission_seconds
@@ -186,7 +189,8 @@ class Dispatcher:
             cause = KvferryError(end.error)
             if not end.retry or number >= self._settings.max_attempts:
                 raise cause
-            avoid.add(attempt.culprit(end.error).id)
+            if end.blame:
+                avoid.add(attempt.culprit(end.error).id)
             self._metrics.retries.labels(end.error.code).inc()
             self._log.warning("trying again elsewhere", request_id=attempt.id, error=str(cause), avoid=sorted(avoid))
 
@@ -230,13 +234,17 @@ class Dispatcher:
         return self._memory.held(layouts[0], tokens[:-1], request.job.cache_salt)
 
     def _remember(self, attempt: Attempt) -> None:
-        """Prompt and answer but for its last token are in the decoder's pages, the prompt in the prefiller's."""
+        """Prompt and answer but for its last token are in the decoder's pages, the prompt in the prefiller's.
+
+        Of a node that has left while the answer grew nothing is left, and nobody would forget it again.
+        """
         job, layout = attempt.request.job, attempt.decoder.layout
         if layout is None or not self._settings.prefix_affinity:
             return
         tokens = [*job.tokens, *attempt.request.answer.token_ids]
-        self._memory.note(attempt.decoder.ref, layout, tokens[:-1], job.cache_salt)
-        if attempt.prefiller is not None:
+        if self._alive(attempt.decoder.ref):
+            self._memory.note(attempt.decoder.ref, layout, tokens[:-1], job.cache_salt)
+        if attempt.prefiller is not None and self._alive(attempt.prefiller.ref):
             self._memory.note(attempt.prefiller.ref, layout, job.tokens[:-1], job.cache_salt)
 
     def _next_id(self) -> str:

@@ -114,7 +114,7 @@ class Switchboard:
         for attempt in list(self._open.values()):
             text = f"the router stood still for {seconds:.1f} s, longer than its lease"
             error = RequestError(code=ErrorCode.NODE_LOST, message=text, phase=attempt.request.phase)
-            attempt.finish(Lost(error=error, retry=True, held=True))
+            attempt.finish(Lost(error=error, retry=True, held=True, blame=False))
 
     def abandon(self) -> None:
         """Forget what is still closing: the process ends."""

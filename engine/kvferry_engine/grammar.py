@@ -37,8 +37,8 @@ class GrammarError(ValueError):
 class Matcher:
     """One answer's place in its grammar. One thread at a time.
 
-    Speculation: `fits` tells how many draft tokens the grammar takes, `advance` takes them, and `rollback` takes back
-    those that the model rejected.
+    Speculation: `takes` tells how many draft tokens `advance` will take, and `rollback` takes back those that the model
+    rejected.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher) -> None:
@@ -66,6 +66,14 @@ class Matcher:
     def fits(self, tokens: Sequence[int]) -> int:
         """How many of `tokens`, from the first on, may come next. Changes nothing."""
         return int(self._matcher.validate_tokens(list(tokens)))
+
+    def takes(self, tokens: Sequence[int]) -> int:
+        """How many of `tokens`, from the first on, `advance` takes one after the other. Changes nothing.
+
+        May be fewer than fit: following a grammar has limits that validation does not know, and ends when it is whole.
+        """
+        trial, fitting = self._matcher.deep_copy(), self.fits(tokens)
+        return next((n for n, token in enumerate(tokens[:fitting]) if not trial.consume_tokens([token])), fitting)
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Take `tokens`. Raises GrammarError if they don't follow the grammar."""

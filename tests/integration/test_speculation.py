@@ -10,11 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kvferry_decoder.request import State
 from kvferry_decoder.speculation import MOST_ROWS, Speculation
+from kvferry_engine import grammar
 from kvferry_engine.grammar import GrammarCompiler
 from kvferry_engine.weights import load_model
 from kvferry_proto.grammar import Grammar
 from kvferry_proto.usage import FinishReason
+from llguidance import LLParserLimits
 from random_models import build_random
+from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.timeout(180)
 one_thread = pytest.fixture(autouse=True, scope="module")(one_thread)
@@ -217,5 +220,41 @@ def test_a_grammar_holds_behind_every_guess(tiny_model):
                 assert rig.failed == {}
         assert answers[0] == answers[1] == answers[2]
         assert len(answers[0]) > 8
+    finally:
+        compiler.close()
+
+
+def test_a_grammar_that_runs_into_its_limits_within_a_guess_fails_its_own_request_alone(tiny_model, monkeypatch):
+    """The grammar takes the guesses, and following them takes more than it may: the decoder goes on."""
+    monkeypatch.setattr(grammar, "_limits", lambda: LLParserLimits(max_items_in_row=40))
+    compiler = GrammarCompiler(tiny_model, 49152)
+    a = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).token_to_id("a")
+    loop = Scripted(4, 256, lambda _, most: [a] * most)
+    try:
+        with rig_of(load_model(tiny_model, "float32"), page_size=16, speculation=loop) as rig:
+            ambiguous = Grammar.lark('start: x\nx: "a" x x | "a" x | "a"')
+            matcher = compiler.compile_now(ambiguous, frozenset({2}))
+            hostile = rig.ask([a], matcher=matcher, max_tokens=100, logit_bias=((a, 100.0),))
+            other = rig.ask([100, 101], max_tokens=ANSWER)
+            rig.decode()
+            assert "max is 40" in rig.failed.pop(hostile.id)
+            assert not rig.failed
+            assert len(rig.answers[hostile.id]) > 4
+            assert len(rig.answers[other.id]) == ANSWER
+    finally:
+        compiler.close()
+
+
+def test_an_end_token_guessed_behind_a_whole_answer_is_not_tried(tiny_model):
+    """Where end tokens are ignored they may be guessed; behind the end of a grammar nothing is taken, not even they."""
+    compiler = GrammarCompiler(tiny_model, 49152)
+    ab = Tokenizer.from_file(str(tiny_model / "tokenizer.json")).token_to_id("ab")
+    script = Scripted(4, 256, lambda request, _: [ab, 2, 2][request.generated :])
+    try:
+        with rig_of(load_model(tiny_model, "float32"), page_size=16, speculation=script) as rig:
+            matcher = compiler.compile_now(Grammar.regex("ab"), frozenset({2}))
+            asked = rig.ask([100], stop=[2], matcher=matcher, ignore_eos=True)
+            rig.decode()
+            assert (rig.answers[asked.id], rig.failed) == ([ab], {})
     finally:
         compiler.close()

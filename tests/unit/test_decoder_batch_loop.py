@@ -4,6 +4,7 @@ from types import SimpleNamespace
 import pytest
 from kvferry_decoder import batch_loop
 from kvferry_decoder.batch_loop import BatchLoop
+from kvferry_decoder.speculation import Speculation
 from kvferry_engine.worker_metrics import WorkerMetrics
 from prometheus_client import CollectorRegistry
 
@@ -15,8 +16,10 @@ class Rig:
         self.admitted = 0
         self.step_ends = asyncio.Event()
         self.plans = [["slice"], []]
-        monkeypatch.setattr(batch_loop.step, "plan", lambda _: SimpleNamespace(matchers=[]))
-        scheduler = SimpleNamespace(plan_step=lambda: self.plans.pop(0), give_up_step=lambda _: self.plans.clear())
+        monkeypatch.setattr(batch_loop.step, "plan", lambda _, **__: SimpleNamespace(matchers=[]))
+        scheduler = SimpleNamespace(
+            plan_step=lambda: self.plans.pop(0), give_up_step=lambda _: self.plans.clear(), speculation=Speculation()
+        )
         worker = SimpleNamespace(config=SimpleNamespace(vocab_size=8), compute=self.compute)
         self.loop = BatchLoop(
             worker,

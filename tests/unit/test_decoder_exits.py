@@ -87,7 +87,7 @@ class Matcher:
 
     complete, failure = False, ""
 
-    def fits(self, tokens):
+    def takes(self, tokens):
         return len(tokens)
 
     def copy(self):

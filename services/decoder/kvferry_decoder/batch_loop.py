@@ -75,12 +75,10 @@ class BatchLoop:
         self._masker.close()
 
     async def _step(self, slices: list[StepSlice]) -> None:
-        inputs = step.plan(slices, by_model=self._scheduler.speculation.by_model)
-        masks = self._masker.begin(inputs.matchers)
         began = now()
         self._stepping = True
         try:
-            drawn = await self._worker.compute(functools.partial(step.run, self._worker, inputs, masks))
+            drawn = await self._compute(slices)
         except Exception as error:  # noqa: BLE001  # whatever breaks a step fails its requests, not the decoder
             get_logger().exception("a decode step failed", exc_info=error)
             self._scheduler.give_up_step(slices)
@@ -95,6 +93,11 @@ class BatchLoop:
         drawing = [piece for piece in slices if piece.draws]
         self._metrics.tokens.labels("prefilled").inc(sum(piece.tokens for piece in slices) - len(drawing))
         self._hand_out(drawing, drawn)
+
+    async def _compute(self, slices: list[StepSlice]) -> list[step.Run]:
+        inputs = step.plan(slices, by_model=self._scheduler.speculation.by_model)
+        masks = self._masker.begin(inputs.matchers)
+        return await self._worker.compute(functools.partial(step.run, self._worker, inputs, masks))
 
     def _hand_out(self, drawing: list[StepSlice], drawn: list[step.Run]) -> None:
         told = []

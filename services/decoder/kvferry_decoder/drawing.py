@@ -39,7 +39,7 @@ class Drawing:
 
     def fitting(self, drafts: list[int]) -> list[int]:
         """Those of `drafts`, from the first on, that the grammar takes."""
-        return drafts if self.matcher is None else drafts[: self.matcher.fits(drafts)]
+        return drafts if self.matcher is None else drafts[: self.matcher.takes(drafts)]
 
     def matchers(self, drafts: Sequence[int]) -> list[Matcher]:
         """Places in the grammar before the next token, and before the one after each draft; [] where all is free.

@@ -38,8 +38,10 @@ class ForwardBatch:
     page_size: int
     device: str
     slices: Sequence[SequenceSlice]
+    token_ids: Ints
+    """Token ids, [T]."""
     tokens: torch.Tensor
-    """Token ids, int64 [T]."""
+    """The same on `device`, int64 [T]."""
     positions: torch.Tensor
     """Positions in their sequences, int64 [T]."""
     slot_pages: Ints
@@ -79,6 +81,7 @@ class ForwardBatch:
             page_size=page_size,
             device=device,
             slices=slices,
+            token_ids=tokens,
             tokens=torch.from_numpy(tokens).to(device),
             positions=torch.from_numpy(positions).to(device),
             slot_pages=slot_pages,
@@ -113,7 +116,7 @@ class ForwardBatch:
 
     def check_fits(self, *, vocab_size: int, max_positions: int, pages: int) -> None:
         """Raise BatchError when a token, a position or a page is outside the model or the pool."""
-        self._check_range("token id", self.tokens.cpu().numpy(), vocab_size)
+        self._check_range("token id", self.token_ids, vocab_size)
         self._check_range("position", self.kv_lens - 1, max_positions)
         self._check_range("page", self.page_table, pages)
 

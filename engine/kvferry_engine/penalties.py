@@ -140,6 +140,10 @@ class Entries(NamedTuple):
         values = np.concatenate([values for _, (_, values) in pieces] or [np.empty(0, dtype=np.float32)])
         return cls(torch.from_numpy(rows), torch.from_numpy(tokens), torch.from_numpy(values))
 
+    def to(self, device: torch.device) -> "Entries":
+        """Return the same on a device."""
+        return Entries(*(part.to(device) for part in self))
+
     def within(self, vocabulary: int) -> "Entries":
         """Those whose tokens the vocabulary has."""
         known = (self.tokens >= 0) & (self.tokens < vocabulary)
@@ -166,8 +170,8 @@ class LogitChanges:
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Copy of float32 `logits` [B, V] with the changes; repetition comes first, for it scales the model's own."""
         changed = logits.clone(memory_format=torch.contiguous_format)
-        rows, tokens, values = self.divided.within(logits.shape[-1])
+        rows, tokens, values = self.divided.within(logits.shape[-1]).to(logits.device)
         before = changed[rows, tokens]
         changed[rows, tokens] = torch.where(before > 0, before / values, before * values)
-        rows, tokens, values = self.added.within(logits.shape[-1])
+        rows, tokens, values = self.added.within(logits.shape[-1]).to(logits.device)
         return changed.index_put_((rows, tokens), values, accumulate=True)

@@ -1,7 +1,7 @@
 """Sampling: one token per row of logits, the same for a request in whatever batch, and wherever, it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -94,6 +94,18 @@ class SamplingBatch:
             changes=LogitChanges.build([row.penalties for row in rows]),
         )
 
+    def to(self, device: torch.device) -> "SamplingBatch":
+        """Return the same beside the logits; the changes follow them by themselves."""
+        return replace(
+            self,
+            drawn=self.drawn.to(device),
+            temperature=self.temperature.to(device),
+            top_k=self.top_k.to(device),
+            top_p=self.top_p.to(device),
+            min_p=self.min_p.to(device),
+            uniform=self.uniform.to(device),
+        )
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:
@@ -122,6 +134,7 @@ def sample(logits: torch.Tensor, batch: SamplingBatch, masks: TokenMasks | None 
     if len(logits) != len(batch.rows):
         msg = f"{len(logits)} rows of logits for {len(batch.rows)} sampling rows"
         raise ValueError(msg)
+    batch = batch.to(logits.device)
     with torch.inference_mode():
         changed = logits if batch.changes is None else batch.changes.apply(logits)
         changed = changed if masks is None else masks.apply(changed)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from kvferry_fabric import LayerCounter, MemoryRegion, TransferEngine
+from kvferry_fabric import LayerCounter, MemoryRegion, SharedMemory, TransferEngine
 from kvferry_node.logs import get_logger
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
@@ -19,6 +19,7 @@ from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.context_slots import ContextSlots
+from kvferry_engine.devices import on_gpu, resolve
 from kvferry_engine.fabric_cpus import fabric_cpus
 from kvferry_engine.kv_pool import KVPool, enough_pages
 from kvferry_engine.models.base import Model, OnLayer
@@ -77,9 +78,14 @@ class Worker:
     def _open(self, settings: WorkerSettings, progress: Progress | None) -> None:
         self._inject(settings.faults)
         shard = Shard(0, settings.tp, self.ranks.join()) if settings.tp > 1 else ALONE
-        self.model: Model = load_model(Path(settings.model), settings.dtype, shard=shard, progress=progress)
+        self.device = resolve(settings.device, settings.tp)[0]
+        """Where this rank computes, as torch says it."""
+        self.model: Model = load_model(
+            Path(settings.model), settings.dtype, device=self.device, shard=shard, progress=progress
+        )
         self.layout: KVLayout = self.model.kv_layout(settings.page_size)
-        self.pool = KVPool(self.layout, enough_pages(self.layout, settings.kv_memory), huge=settings.huge_pages)
+        pages = enough_pages(self.layout, settings.kv_memory)
+        self.pool = KVPool(self.layout, pages, device=self.device, huge=settings.huge_pages)
         self.pools = [self.pool, *self.ranks.receive_pools(self.layout, self.pool.pages)]
         """KV pools of all ranks; pages have the same numbers in each."""
         self.allocator = PrefixCache(self.pool.pages, enabled=settings.prefix_cache)
@@ -101,7 +107,7 @@ class Worker:
 
     def register(self) -> list[MemoryRegion]:
         """Register every rank's KV pool, each under a new key; whoever asked closes them, or the fabric at its end."""
-        return [self.fabric.register(pool.shared) for pool in self.pools]
+        return [self.fabric.register(_in_host_memory(pool)) for pool in self.pools]
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run `work` in the forward thread, one at a time, while the event loop goes on.
@@ -127,10 +133,13 @@ class Worker:
         )
 
     def hidden_states(self, slices: Sequence[SequenceSlice], on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Run one step as `forward` does; returns the hidden states, [rows, E], that the wanted logits would be of."""
+        """Run one step as `forward` does; returns the hidden states that the wanted logits would be of.
+
+        They are [rows, E], on the host, as all hidden states that go in and out here.
+        """
         return self._together(
             Step(list(slices), Work.HIDDEN),
-            lambda batch: self.model.hidden_states(batch, self.pool, batch.logit_rows, on_layer),
+            lambda batch: self.model.hidden_states(batch, self.pool, batch.logit_rows, on_layer).cpu(),
         )
 
     def judge(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,7 +149,7 @@ class Worker:
             hidden = self.model.hidden_states(batch, self.pool, batch.logit_rows)
             logits = self.model.score(hidden)
             assert logits is not None
-            return hidden, logits
+            return hidden.cpu(), logits
 
         return self._together(Step(list(slices), Work.LOGITS), both)
 
@@ -148,14 +157,22 @@ class Worker:
         """Run `Model.draft` on all ranks; returns its result and the logits of that, None where nothing wants any."""
 
         def guess(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-            out = self.model.draft(batch, hidden, self.pool)
-            return out, self.model.score(out) if batch.wants_logits else None
+            out = self.model.draft(batch, hidden.to(self.device), self.pool)
+            return out.cpu(), self.model.score(out) if batch.wants_logits else None
 
         return self._together(Step(list(slices), Work.DRAFT, hidden), guess)
 
     def _together(self, step: Step, compute: Callable[[ForwardBatch], T]) -> T:
         """Have all ranks begin a step, and take this one's share in it."""
-        batch = ForwardBatch.build(step.slices, page_size=self.layout.page_size)
+        batch = ForwardBatch.build(step.slices, page_size=self.layout.page_size, device=self.device)
+        try:
+            return self._compute(step, batch, compute)
+        finally:
+            if on_gpu(self.device):
+                # What is said to be computed may be sent, or built on, at once; what went wrong is to be known here.
+                torch.cuda.synchronize(self.device)
+
+    def _compute(self, step: Step, batch: ForwardBatch, compute: Callable[[ForwardBatch], T]) -> T:
         if not len(self.ranks):
             return compute(batch)
         self.model.check(batch, self.pool)
@@ -184,6 +201,8 @@ class Worker:
         """
         if self._slow_layer:
             time.sleep(self._slow_layer)
+        if on_gpu(self.device):
+            torch.cuda.synchronize(self.device)
         self.counter.bump()
 
     @property
@@ -217,3 +236,9 @@ class Worker:
         for slots in self._contexts:
             slots.close()
         self.ranks.close()
+
+
+def _in_host_memory(pool: KVPool) -> SharedMemory:
+    memory = pool.shared
+    assert isinstance(memory, SharedMemory)
+    return memory

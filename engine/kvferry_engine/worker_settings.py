@@ -8,6 +8,8 @@ import msgspec
 from kvferry_node.errors import SettingsError
 from kvferry_node.settings import Bytes, NodeSettings, Seconds, help_text
 
+from kvferry_engine.devices import DEVICE
+
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
@@ -19,6 +21,15 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
     dtype: Annotated[
         Literal["float32", "bfloat16"], help_text("Of the weights as they are computed with, and of the KV cache.")
     ] = "bfloat16"
+    device: Annotated[
+        str,
+        msgspec.Meta(pattern=DEVICE),
+        help_text(
+            "What computes: cpu; cuda, the first GPU, or cuda:N (with --tp, that one and those after it); auto, a GPU "
+            "where there is one.",
+            form="cpu, cuda, cuda:N or auto",
+        ),
+    ] = "cpu"
     page_size: Annotated[
         int, msgspec.Meta(ge=1, le=1024), help_text("Tokens in a KV page; the same on all nodes of a cluster.")
     ] = 16

@@ -1,4 +1,4 @@
-"""Latent attention (MLA) over the paged cache in plain torch, for CPUs.
+"""Latent attention (MLA) over the paged cache in plain torch, for CPUs, and for GPUs without FlashInfer.
 
 There are two ways to the same numbers. Absorbed: each query is taken through its head's half of the up-projection, so
 that it scores latents as they are kept; all heads of a token then share one key, which is read once. Expanded: the
@@ -7,9 +7,11 @@ token of context and pays for itself from some number of new tokens on.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from kvferry_engine.attention import LatentHeads
@@ -48,11 +50,11 @@ class LatentTorchPlan:
     def __init__(self, batch: ForwardBatch, pool: KVPool) -> None:
         layout = pool.layout
         self._page_size = layout.page_size
-        self._dtype = pool.tensor.dtype
+        self._dtype, self._device = pool.tensor.dtype, pool.tensor.device
         self._pages = pool.tensor.view(layout.layers, pool.pages, layout.page_size * layout.head_dim)
         self._rows = pool.tensor.view(layout.layers, -1, layout.head_dim)
-        self._slots = torch.from_numpy(batch.slot_pages * layout.page_size + batch.slot_offsets)
-        self._opened = torch.from_numpy(batch.opened_pages)
+        self._slots = self._on_device(batch.slot_pages * layout.page_size + batch.slot_offsets)
+        self._opened = self._on_device(batch.opened_pages)
         self._groups = self._plan_groups(batch)
 
     def append(self, layer: int, latents: torch.Tensor) -> None:
@@ -67,7 +69,7 @@ class LatentTorchPlan:
         if len(self._groups) == 1:
             return self._attend(layer, q, self._groups[0], heads)
         parts = [self._attend(layer, q[group.rows], group, heads) for group in self._groups]
-        out = torch.empty((len(q), *parts[0].shape[1:]), dtype=q.dtype)
+        out = torch.empty((len(q), *parts[0].shape[1:]), dtype=q.dtype, device=q.device)
         for group, part in zip(self._groups, parts, strict=True):
             out[group.rows] = part
         return out
@@ -87,9 +89,9 @@ class LatentTorchPlan:
     def _plan_decode(self, batch: ForwardBatch, members: Ints) -> _Group:
         kv_lens = batch.kv_lens[members]
         longest = int(kv_lens.max())
-        hidden = torch.from_numpy(np.arange(longest) >= kv_lens[:, None])
+        hidden = self._on_device(np.arange(longest) >= kv_lens[:, None])
         return _Group(
-            rows=torch.from_numpy(batch.q_starts[members]),
+            rows=self._on_device(batch.q_starts[members]),
             pages=self._gather(batch, members, longest),
             sequences=len(members),
             kv_len=longest,
@@ -102,7 +104,7 @@ class LatentTorchPlan:
         expanded = q_len >= (EXPANDED_TOKENS if q_len < kv_len else EXPANDED_TOKENS // 2)
         mask = None
         if not expanded or q_len < kv_len:
-            hidden = torch.ones(q_len, kv_len, dtype=torch.bool).triu_(kv_len - q_len + 1)
+            hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=self._device).triu_(kv_len - q_len + 1)
             mask = self._mask(hidden)[None, :, None]
         return _Group(
             rows=slice(first, first + q_len),
@@ -115,11 +117,14 @@ class LatentTorchPlan:
         )
 
     def _gather(self, batch: ForwardBatch, members: Ints, kv_len: int) -> torch.Tensor:
-        return torch.from_numpy(batch.page_table[members, : -(-kv_len // self._page_size)].reshape(-1))
+        return self._on_device(batch.page_table[members, : -(-kv_len // self._page_size)].reshape(-1))
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
         """Bias that hides where `hidden` is true, in the queries' dtype."""
-        return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+
+    def _on_device(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)
 
 
 def _absorbed(q: torch.Tensor, latents: torch.Tensor, group: _Group, heads: LatentHeads) -> torch.Tensor:

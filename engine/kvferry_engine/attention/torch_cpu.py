@@ -1,13 +1,15 @@
-"""Attention over the paged cache in plain torch, for CPUs.
+"""Attention over the paged cache in plain torch, for CPUs, and for GPUs without FlashInfer.
 
 A page of one head is one dense block, K and then V, so the gather of a sequence's keys copies whole blocks and gives
 [kv head, token, dim] without a transposition. One plan serves every layer.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from kvferry_engine.attention.latent_cpu import LatentTorchPlan
@@ -51,13 +53,13 @@ class TorchPlan:
     def __init__(self, batch: ForwardBatch, pool: KVPool) -> None:
         layout = pool.layout
         self._kv_heads, self._page_size, self._head_dim = layout.heads_per_rank, layout.page_size, layout.head_dim
-        self._dtype = pool.tensor.dtype
+        self._dtype, self._device = pool.tensor.dtype, pool.tensor.device
         # The same memory at three grains: whole pages, (page, head, K/V) blocks, rows of one token.
         self._pages = pool.tensor.view(layout.layers, pool.pages, -1)
         self._blocks = pool.tensor.view(layout.layers, -1, layout.page_size * layout.head_dim)
         self._rows = pool.tensor.view(layout.layers, -1, layout.head_dim)
         self._k_rows, self._v_rows = self._write_rows(batch)
-        self._opened = torch.from_numpy(batch.opened_pages)
+        self._opened = self._on_device(batch.opened_pages)
         self._groups = self._plan_groups(batch)
 
     def append_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -96,7 +98,7 @@ class TorchPlan:
         """Rows of a layer that the batch's K and V go to, int64 [T * kv heads] each."""
         blocks = batch.slot_pages[:, None] * self._kv_heads + np.arange(self._kv_heads)
         k_rows = (blocks * 2 * self._page_size + batch.slot_offsets[:, None]).reshape(-1)
-        return torch.from_numpy(k_rows), torch.from_numpy(k_rows + self._page_size)
+        return self._on_device(k_rows), self._on_device(k_rows + self._page_size)
 
     def _plan_groups(self, batch: ForwardBatch) -> list[_Group]:
         decodes = np.flatnonzero(batch.q_lens == 1)
@@ -109,10 +111,10 @@ class TorchPlan:
         longest = int(kv_lens.max())
         mask = None
         if kv_lens.min() < longest:
-            hidden = torch.from_numpy(np.arange(longest) >= kv_lens[:, None])
+            hidden = self._on_device(np.arange(longest) >= kv_lens[:, None])
             mask = self._mask(hidden)[:, None, None]
         return _Group(
-            rows=torch.from_numpy(batch.q_starts[members]),
+            rows=self._on_device(batch.q_starts[members]),
             blocks=self._gather(batch, members, longest),
             sequences=len(members),
             q_len=1,
@@ -126,7 +128,8 @@ class TorchPlan:
         start = kv_len - q_len
         mask = None
         if start:
-            mask = self._mask(torch.ones(q_len, kv_len, dtype=torch.bool).triu_(start + 1))[None, None]
+            hidden = torch.ones(q_len, kv_len, dtype=torch.bool, device=self._device).triu_(start + 1)
+            mask = self._mask(hidden)[None, None]
         return _Group(
             rows=slice(first, first + q_len),
             blocks=self._gather(batch, np.array([member]), kv_len),
@@ -140,8 +143,11 @@ class TorchPlan:
     def _gather(self, batch: ForwardBatch, members: Ints, kv_len: int) -> torch.Tensor:
         pages = batch.page_table[members, : -(-kv_len // self._page_size)]
         heads = pages[:, None, :] * self._kv_heads + np.arange(self._kv_heads)[None, :, None]
-        return torch.from_numpy(np.stack((heads * 2, heads * 2 + 1)).reshape(-1))
+        return self._on_device(np.stack((heads * 2, heads * 2 + 1)).reshape(-1))
 
     def _mask(self, hidden: torch.Tensor) -> torch.Tensor:
         """Bias that hides where `hidden` is true; in the queries' dtype, so that no layer converts it again."""
-        return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
+        return torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+
+    def _on_device(self, values: NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(values).to(self._device)

@@ -16,7 +16,7 @@ _c10d: Any = distributed  # has more than its type stubs know
 class GlooGroup:
     """One rank's end of the group. Its calls wait for the other ranks, and let other threads run meanwhile.
 
-    Not torch's default group, of which a process has only one.
+    Not torch's default group, of which a process has only one. What lies on a GPU goes over the host.
     """
 
     def __init__(self, store: Store, rank: int, ranks: int, *, seconds: float = GROUP_SECONDS) -> None:
@@ -31,17 +31,19 @@ class GlooGroup:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Add up x over the ranks, in place. Raises RuntimeError if a rank is gone or does not come in time."""
-        self._gloo.allreduce([x]).wait()
-        return x
+        host = x.cpu()
+        self._gloo.allreduce([host]).wait()
+        return x if host is x else x.copy_(host)
 
     def gather(self, x: torch.Tensor) -> torch.Tensor | None:
         """Return x of all ranks, [ranks, *x.shape], on rank 0, None elsewhere. Raises RuntimeError as all_reduce."""
+        host = x.cpu()
         if self._rank:
-            self._gloo.gather([], [x], _c10d.GatherOptions()).wait()
+            self._gloo.gather([], [host], _c10d.GatherOptions()).wait()
             return None
-        shares = x.new_empty((self._ranks, *x.shape))
-        self._gloo.gather([list(shares)], [x], _c10d.GatherOptions()).wait()
-        return shares
+        shares = host.new_empty((self._ranks, *x.shape))
+        self._gloo.gather([list(shares)], [host], _c10d.GatherOptions()).wait()
+        return shares.to(x.device)
 
 
 def join(store: int, rank: int, ranks: int) -> GlooGroup:

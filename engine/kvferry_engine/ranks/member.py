@@ -10,6 +10,7 @@ import torch
 from kvferry_node.logs import get_logger
 
 from kvferry_engine.batch import ForwardBatch
+from kvferry_engine.devices import resolve
 from kvferry_engine.kv_pool import KVPool, enough_pages
 from kvferry_engine.models.base import Model
 from kvferry_engine.ranks import steps
@@ -48,12 +49,14 @@ def live(settings: WorkerSettings, rank: int, connection: socket.socket, store: 
 def _serve(settings: WorkerSettings, rank: int, connection: socket.socket, store: int) -> None:
     torch.set_num_threads(settings.rank_threads)
     shard = Shard(rank, settings.tp, join(store, rank, settings.tp))
-    model = load_model(Path(settings.model), settings.dtype, shard=shard)
+    device = resolve(settings.device, settings.tp)[rank]
+    model = load_model(Path(settings.model), settings.dtype, device=device, shard=shard)
     layout = model.kv_layout(settings.page_size)
-    with KVPool(layout, enough_pages(layout, settings.kv_memory), huge=settings.huge_pages) as pool:
+    pages = enough_pages(layout, settings.kv_memory)
+    with KVPool(layout, pages, device=device, huge=settings.huge_pages) as pool:
         pool.shared.send(connection)
         while (step := steps.receive(connection)) is not None:
-            batch = ForwardBatch.build(step.slices, page_size=layout.page_size)
+            batch = ForwardBatch.build(step.slices, page_size=layout.page_size, device=device)
             _compute(model, batch, pool, step)
 
 
@@ -64,7 +67,7 @@ def _compute(model: Model, batch: ForwardBatch, pool: KVPool, step: steps.Step) 
             model.hidden_states(batch, pool, batch.logit_rows)
         case steps.Work.DRAFT:
             assert step.hidden is not None
-            hidden = step.hidden.view(model.dtype).view(batch.token_count, -1)
+            hidden = step.hidden.view(model.dtype).view(batch.token_count, -1).to(model.device)
             out = model.draft(batch, hidden, pool)
             if batch.wants_logits:
                 model.score(out)

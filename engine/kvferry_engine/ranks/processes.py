@@ -22,6 +22,7 @@ from kvferry_node.logs import get_logger
 from kvferry_proto.layout import KVLayout
 
 from kvferry_engine.config import ModelConfig
+from kvferry_engine.devices import resolve
 from kvferry_engine.errors import EngineError
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.ranks import member, steps
@@ -77,7 +78,11 @@ class RankProcesses:
 
     @classmethod
     def fork(cls, settings: WorkerSettings) -> Self:
-        """Fork what `settings` ask for. Raises SettingsError, before anything starts, if the model can't be split."""
+        """Fork what `settings` ask for.
+
+        Raises SettingsError, before anything starts, if the model can't be split, or there are not as many GPUs.
+        """
+        resolve(settings.device, settings.tp)
         if settings.tp == 1:
             return cls()
         try:

@@ -40,7 +40,9 @@ def call(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN4
 def current(device: str) -> Iterator[None]:
     """Make torch's context of a GPU current in this thread, in which the driver's calls then work."""
     with torch.cuda.device(device):
-        torch.empty(1, device=device)  # the first use of a device makes its context
+        # The first use of a device makes its context; none is made while a graph is captured.
+        if not torch.cuda.is_current_stream_capturing():
+            torch.empty(1, device=device)
         yield
 
 

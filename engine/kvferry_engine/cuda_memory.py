@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from typing import Any, Self
 
 import torch
+from kvferry_fabric import DeviceRange
 
 from kvferry_engine.cuda_driver import CudaError, call, current, load, ordinal
 
@@ -76,6 +77,7 @@ class DeviceMemory:
         self.size = size
         self.device = device
         self._fd = fd
+        self._dma_buf: int | None = None
         driver = load()
         with current(device), ExitStack() as undo:
             undo.callback(os.close, fd)
@@ -89,6 +91,7 @@ class DeviceMemory:
             call(driver.cuMemSetAccess, pointer, self.mapped, [_access(driver, device)], 1)
             self.pointer = int(pointer)
             self._bytes: torch.Tensor | None = tensor_at(self.pointer, size, device, None)
+            self._ordered = _writes_ordered(driver, device)
             self._undo = undo.pop_all()
 
     @classmethod
@@ -140,8 +143,26 @@ class DeviceMemory:
             raise ValueError(msg)
         return self._bytes
 
-    def dma_buf(self) -> int | None:
-        """Open a dma-buf of the whole mapping, for a NIC; it is the caller's. None where driver or GPU has none."""
+    def range(self) -> DeviceRange:
+        """Return what is registered with a fabric; its dma-buf is this object's."""
+        if self._dma_buf is None:
+            self._dma_buf = self._open_dma_buf()
+            if self._dma_buf is not None:
+                self._undo.callback(os.close, self._dma_buf)
+        return DeviceRange(self.pointer, self.size, ordinal(self.device), self._dma_buf, self)
+
+    def settle(self) -> None:
+        """Have what a NIC has written seen by what the GPU is told to compute next, where that is not so by itself."""
+        if self._ordered:
+            return
+        driver = load()
+        target = driver.CUflushGPUDirectRDMAWritesTarget.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX
+        scope = driver.CUflushGPUDirectRDMAWritesScope.CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TO_OWNER
+        with current(self.device):
+            call(driver.cuFlushGPUDirectRDMAWrites, target, scope)
+
+    def _open_dma_buf(self) -> int | None:
+        """Open a dma-buf of the whole mapping; None where driver or GPU has none."""
         driver = load()
         kind = driver.CUmemRangeHandleType.CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD
         with current(self.device):
@@ -180,6 +201,12 @@ def _properties(driver: Any, device: str) -> Any:  # noqa: ANN401
     attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED
     properties.allocFlags.gpuDirectRDMACapable = int(call(driver.cuDeviceGetAttribute, attribute, ordinal(device)))
     return properties
+
+
+def _writes_ordered(driver: Any, device: str) -> bool:  # noqa: ANN401
+    attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING
+    enough = driver.CUGPUDirectRDMAWritesOrdering.CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER
+    return int(call(driver.cuDeviceGetAttribute, attribute, ordinal(device))) >= int(enough)
 
 
 def _granularity(driver: Any, properties: Any) -> int:  # noqa: ANN401

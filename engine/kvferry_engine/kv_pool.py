@@ -11,7 +11,7 @@ pool over with `pool.shared.send(connection)`, and at the other end `SharedMemor
 from typing import Self, TypeVar
 
 import torch
-from kvferry_fabric import SharedMemory
+from kvferry_fabric import DeviceRange, SharedMemory
 from kvferry_proto.layout import KVLayout
 
 from kvferry_engine.config import ModelConfig
@@ -119,6 +119,17 @@ class KVPool:
         """The pool's memory, to be registered or handed to another process; the pool owns it and must outlive that."""
         _open(self._tensor)
         return self._memory
+
+    @property
+    def registered(self) -> SharedMemory | DeviceRange:
+        """What a fabric registers; the pool owns it and must outlive the registration."""
+        memory = self.shared
+        return memory.range() if isinstance(memory, DeviceMemory) else memory
+
+    def settle(self) -> None:
+        """Before a step: what has arrived is seen by it."""
+        if isinstance(self._memory, DeviceMemory):
+            self._memory.settle()
 
     @property
     def layer_stride(self) -> int:

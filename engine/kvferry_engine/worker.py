@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from kvferry_fabric import LayerCounter, MemoryRegion, SharedMemory, TransferEngine
+from kvferry_fabric import LayerCounter, MemoryRegion, TransferEngine
 from kvferry_node.logs import get_logger
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
@@ -19,8 +19,10 @@ from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.context_slots import ContextSlots
+from kvferry_engine.device_counter import DeviceCounter
 from kvferry_engine.devices import on_gpu, resolve
 from kvferry_engine.fabric_cpus import fabric_cpus
+from kvferry_engine.kv_place import in_gpu
 from kvferry_engine.kv_pool import KVPool, enough_pages
 from kvferry_engine.models.base import Model, OnLayer
 from kvferry_engine.prefix_cache import PrefixCache
@@ -62,12 +64,17 @@ class Worker:
             msg = f"--tp {settings.tp} takes {settings.tp - 1} processes beside the lead, {len(self.ranks)} are there"
             raise ValueError(msg)
         self.config = ModelConfig.from_folder(Path(settings.model))
+        self._devices = resolve(settings.device, settings.tp)
+        self.device = self._devices[0]
+        """Where this rank computes, as torch says it."""
+        self._in_gpu = in_gpu(settings, self.device)
         self.fabric = TransferEngine(
             settings.provider,
             incarnation=ref.incarnation,
             domains=settings.fabric_hosts,
             trace=bool(settings.fault),
             cpus=fabric_cpus(settings),
+            device_memory=self._in_gpu,
         )
         try:
             self._open(settings, progress)
@@ -78,19 +85,19 @@ class Worker:
     def _open(self, settings: WorkerSettings, progress: Progress | None) -> None:
         self._inject(settings.faults)
         shard = Shard(0, settings.tp, self.ranks.join()) if settings.tp > 1 else ALONE
-        self.device = resolve(settings.device, settings.tp)[0]
-        """Where this rank computes, as torch says it."""
         self.model: Model = load_model(
             Path(settings.model), settings.dtype, device=self.device, shard=shard, progress=progress
         )
         self.layout: KVLayout = self.model.kv_layout(settings.page_size)
         pages = enough_pages(self.layout, settings.kv_memory)
-        self.pool = KVPool(self.layout, pages, device=self.device, huge=settings.huge_pages)
-        self.pools = [self.pool, *self.ranks.receive_pools(self.layout, self.pool.pages)]
+        self.pool = KVPool(self.layout, pages, device=self.device, huge=settings.huge_pages, in_gpu=self._in_gpu)
+        others = self._devices[1:] if self._in_gpu else None
+        self.pools = [self.pool, *self.ranks.receive_pools(self.layout, self.pool.pages, others)]
         """KV pools of all ranks; pages have the same numbers in each."""
         self.allocator = PrefixCache(self.pool.pages, enabled=settings.prefix_cache)
         self._contexts: list[ContextSlots] = []
-        self.counter: LayerCounter = self.fabric.new_counter()
+        self._device_counter = DeviceCounter(self.fabric, self.device) if on_gpu(self.device) else None
+        self.counter: LayerCounter = self._device_counter.counter if self._device_counter else self.fabric.new_counter()
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._slow_layer = settings.faults.get("slow-layer-ms", 0) / 1e3
@@ -107,7 +114,7 @@ class Worker:
 
     def register(self) -> list[MemoryRegion]:
         """Register every rank's KV pool, each under a new key; whoever asked closes them, or the fabric at its end."""
-        return [self.fabric.register(_in_host_memory(pool)) for pool in self.pools]
+        return [self.fabric.register(pool.registered) for pool in self.pools]
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run `work` in the forward thread, one at a time, while the event loop goes on.
@@ -165,6 +172,7 @@ class Worker:
     def _together(self, step: Step, compute: Callable[[ForwardBatch], T]) -> T:
         """Have all ranks begin a step, and take this one's share in it."""
         batch = ForwardBatch.build(step.slices, page_size=self.layout.page_size, device=self.device)
+        self.pool.settle()
         try:
             return self._compute(step, batch, compute)
         finally:
@@ -201,9 +209,10 @@ class Worker:
         """
         if self._slow_layer:
             time.sleep(self._slow_layer)
-        if on_gpu(self.device):
-            torch.cuda.synchronize(self.device)
-        self.counter.bump()
+        if self._device_counter is not None:
+            self._device_counter.bump()
+        else:
+            self.counter.bump()
 
     @property
     def max_context(self) -> int:
@@ -231,14 +240,10 @@ class Worker:
         self._checksum_thread.shutdown()
         # Ends its thread first, whatever is under way; regions, counters and connections go with it.
         self.fabric.close()
+        if self._device_counter is not None:
+            self._device_counter.close()
         for pool in self.pools:
             pool.close()
         for slots in self._contexts:
             slots.close()
         self.ranks.close()
-
-
-def _in_host_memory(pool: KVPool) -> SharedMemory:
-    memory = pool.shared
-    assert isinstance(memory, SharedMemory)
-    return memory

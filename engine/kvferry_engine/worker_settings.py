@@ -39,6 +39,13 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
         help_text("Tensor-parallel ranks: processes that hold a slice of weights and KV cache each."),
     ] = 1
     kv_memory: Annotated[Bytes, help_text("Memory for KV pages, of each rank.")] = 1 << 30
+    kv_place: Annotated[
+        Literal["auto", "gpu", "host"],
+        help_text(
+            "With a GPU, where KV pages lie: in its memory, or in host memory that it reads and writes over its bus. "
+            "auto: in the GPU's where the provider can register that."
+        ),
+    ] = "auto"
     huge_pages: Annotated[bool, help_text("Take KV pages from the machine's reserved huge pages, if they suffice.")] = (
         False
     )

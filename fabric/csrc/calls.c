@@ -11,21 +11,29 @@ static void run_register(kf_engine *engine, kf_command *command) {
   command->result = kf_memory_register(engine, command->subject, command->error);
 }
 
-kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, int shared_fd, uint64_t shared_offset,
-                       kf_error *error) {
-  kf_region *region = calloc(1, sizeof *region);
+static kf_region *register_as(kf_engine *engine, const kf_region *wanted, kf_error *error) {
+  kf_region *region = malloc(sizeof *region);
   if (!region) {
     kf_fail(error, -ENOMEM, "out of memory for a memory region");
     return NULL;
   }
-  region->start = start;
-  region->length = length;
-  region->share_fd = shared_fd;
-  region->share_offset = shared_offset;
+  *region = *wanted;
   kf_command command = {.run = run_register, .subject = region, .error = error};
   if (kf_command_call(engine, &command) == 0) return region;
   free(region);
   return NULL;
+}
+
+kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, int shared_fd, uint64_t shared_offset,
+                       kf_error *error) {
+  const kf_region region = {.start = start, .length = length, .share_fd = shared_fd, .share_offset = shared_offset};
+  return register_as(engine, &region, error);
+}
+
+kf_region *kf_register_device(kf_engine *engine, const kf_device_memory *memory, kf_error *error) {
+  const kf_region region = {.start = (void *)(uintptr_t)memory->address, .length = memory->length, .share_fd = -1,
+                            .on_device = true, .device = memory->device, .dma_buf = memory->dma_buf};
+  return register_as(engine, &region, error);
 }
 
 static void run_unregister(kf_engine *engine, kf_command *command) {

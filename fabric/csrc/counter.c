@@ -1,4 +1,4 @@
-/* Layer counters: one 64-bit word that the model's thread raises after each layer. */
+/* Layer counters: one 64-bit word that the model's thread raises after each layer, or a GPU, in memory of the caller's. */
 #include "internal.h"
 
 #include <stdlib.h>
@@ -11,6 +11,7 @@ static void run_new(kf_engine *engine, kf_command *command) {
     return;
   }
   memset(counter, 0, sizeof *counter);
+  counter->word = command->subject ? command->subject : &counter->value;
   counter->engine = engine;
   counter->next = engine->counter_list;
   engine->counter_list = counter;
@@ -18,9 +19,22 @@ static void run_new(kf_engine *engine, kf_command *command) {
   atomic_fetch_add(&engine->counters, 1);
 }
 
-kf_counter *kf_counter_new(kf_engine *engine, kf_error *error) {
-  kf_command command = {.run = run_new, .error = error};
+kf_counter *kf_counter_over(kf_engine *engine, uint64_t *word, kf_error *error) {
+  if ((uintptr_t)word % sizeof *word) {
+    kf_fail(error, -EINVAL, "a layer counter's word must be aligned to its 8 bytes");
+    return NULL;
+  }
+  kf_command command = {.run = run_new, .subject = word, .error = error};
   return kf_command_call(engine, &command) == 0 ? command.subject : NULL;
+}
+
+kf_counter *kf_counter_new(kf_engine *engine, kf_error *error) { return kf_counter_over(engine, NULL, error); }
+
+/* Whether a counter is followed that moves without waking us. */
+bool kf_counters_silent(const kf_engine *engine) {
+  for (const kf_counter *counter = engine->counter_list; counter; counter = counter->next)
+    if (counter->word != &counter->value && atomic_load(&counter->waiters)) return true;
+  return false;
 }
 
 static void free_counter(kf_engine *engine, kf_counter *counter) {
@@ -49,13 +63,13 @@ int kf_counter_free(kf_counter *counter, kf_error *error) {
   return kf_command_call(counter->engine, &command);
 }
 
-uint64_t kf_counter_address(kf_counter *counter) { return (uint64_t)(uintptr_t)&counter->value; }
+uint64_t kf_counter_address(kf_counter *counter) { return (uint64_t)(uintptr_t)counter->word; }
 
-uint64_t kf_counter_value(kf_counter *counter) { return atomic_load_explicit(&counter->value, memory_order_acquire); }
+uint64_t kf_counter_value(kf_counter *counter) { return atomic_load_explicit(counter->word, memory_order_acquire); }
 
 /* Sequentially consistent: the add must be visible before `waiters` and `sleeping` are read, as the thread sets them
  * before it looks at the counter for the last time. */
 void kf_counter_bump(kf_counter *counter, uint64_t n) {
-  atomic_fetch_add(&counter->value, n);
+  atomic_fetch_add(counter->word, n);
   if (atomic_load(&counter->waiters)) kf_wake(counter->engine);
 }

@@ -46,7 +46,9 @@ static int open_all(kf_domain *d, const kf_options *options, kf_error *error) {
   if (options->domains > 1 && !d->provider->over_ip)
     return kf_fail(error, -FI_EINVAL, "provider '%s' binds to no address, so that it has one domain: name one address, not %u",
                    options->provider, options->domains);
-  int rc = kf_provider_info(d->provider, d->bind, &d->info);
+  int rc = kf_provider_info(d->provider, d->bind, options->device_memory != 0, &d->info);
+  if (rc == -FI_ENOSYS && options->device_memory)
+    return kf_fail(error, rc, "provider '%s' does not take the memory of GPUs", options->provider);
   if (rc)
     return kf_fail(error, rc, "libfabric on this machine offers no provider '%s' (bind address %s): %s", options->provider,
                    d->bind, fi_strerror(-rc));

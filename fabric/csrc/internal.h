@@ -36,13 +36,14 @@ typedef struct {
   bool over_ip;         /* binds to an IP address */
   bool over_sockets;    /* its connections are TCP sockets of this process */
   bool has_wait_fd;     /* its completion queue can wake poll() */
+  bool takes_hmem;      /* registers memory of GPUs: FI_HMEM */
   uint64_t msg_order;   /* FI_ORDER_WAW: writes to one peer land in the order in which they were posted */
   uint64_t window_bytes; /* outstanding at most: what its speed needs; more would only be a longer queue */
 } kf_provider;
 
 const kf_provider *kf_provider_find(const char *name);
 bool kf_provider_peer_dead(const kf_provider *provider, const unsigned char *address);
-int kf_provider_info(const kf_provider *provider, const char *bind, struct fi_info **info);
+int kf_provider_info(const kf_provider *provider, const char *bind, bool hmem, struct fi_info **info);
 
 /* ---- health.c: whether a domain, or a path, is used ---- */
 typedef enum { KF_HEALTHY, KF_OUT, KF_TRIED, KF_HEALTHS } kf_health_state;
@@ -144,6 +145,9 @@ struct kf_region {
   uint32_t readers; /* transfers that read from it */
   int share_fd;     /* its memfd, ours once registered; -1: no peer on this host may have it */
   uint64_t share_offset;
+  bool on_device; /* in a GPU's memory: the host must not touch it */
+  int device;
+  int dma_buf;
   bool revoked; /* nobody on this host is granted it any more */
 };
 
@@ -178,7 +182,8 @@ struct kf_peer {
 
 struct kf_counter {
   _Alignas(KF_CACHE_LINE) _Atomic uint64_t value; /* alone in its cache line: compute threads write it */
-  _Alignas(KF_CACHE_LINE) kf_engine *engine;
+  _Alignas(KF_CACHE_LINE) _Atomic uint64_t *word; /* `value`, or the caller's: that moves without waking anybody */
+  kf_engine *engine;
   kf_counter *next;
   _Atomic uint32_t waiters; /* transfers that follow it */
 };
@@ -206,6 +211,7 @@ void kf_memory_revoke(kf_engine *engine);
 bool kf_memory_at_rest(kf_engine *engine);
 void kf_memory_close(kf_engine *engine);
 void kf_counters_close(kf_engine *engine);
+bool kf_counters_silent(const kf_engine *engine);
 
 /* ---- transfer.c: the life of a transfer ---- */
 typedef enum { KF_WAITING, KF_POSTING, KF_DRAINING, KF_END_DONE, KF_END_CANCELLED, KF_END_FAILED, KF_STATES } kf_state;

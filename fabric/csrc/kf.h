@@ -47,7 +47,15 @@ typedef struct {
   int trace;                /* keep per-layer times */
   const uint32_t *cpus;     /* logical CPUs that the thread is pinned to before it opens anything */
   uint32_t cpu_count;       /* 0: it runs wherever its opener may */
+  int device_memory;        /* memory of GPUs may be registered, too */
 } kf_options;
+
+typedef struct {
+  uint64_t address; /* where the GPU, and nobody else, reads and writes it */
+  uint64_t length;
+  int32_t device; /* number of the GPU, as CUDA counts */
+  int32_t dma_buf; /* a file descriptor of it, whose first byte is at `address`; -1: none */
+} kf_device_memory;
 
 typedef struct {
   int32_t source;      /* first page at the sender */
@@ -141,6 +149,7 @@ enum kf_fault_kind { KF_FAULT_CORRUPT = 1, KF_FAULT_DELAY = 2, KF_FAULT_FAIL = 3
 kf_engine *kf_open(const kf_options *options, kf_error *error);
 void kf_close(kf_engine *engine);
 int kf_available(const char *provider, const char *bind);
+int kf_takes_device_memory(const char *provider, const char *bind);
 int kf_address(kf_engine *engine, uint32_t domain, unsigned char *bytes, uint32_t room, uint32_t *length);
 int kf_event_fd(kf_engine *engine);
 
@@ -151,6 +160,7 @@ kf_region *kf_register(kf_engine *engine, void *start, uint64_t length, int shar
                        kf_error *error);
 /* -EBUSY while a transfer reads from it. -EAGAIN: nobody begins to write to it any more, but a process of this host was
  * stopped in the middle of a copy to it: it stays registered, close it again later. */
+kf_region *kf_register_device(kf_engine *engine, const kf_device_memory *memory, kf_error *error);
 int kf_unregister(kf_engine *engine, kf_region *region, kf_error *error);
 void kf_region_remote(const kf_region *region, kf_remote *remote);
 
@@ -159,6 +169,7 @@ kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uin
 int kf_disconnect(kf_engine *engine, kf_peer *peer, kf_error *error); /* takes effect when its transfers have ended */
 
 kf_counter *kf_counter_new(kf_engine *engine, kf_error *error);
+kf_counter *kf_counter_over(kf_engine *engine, uint64_t *word, kf_error *error); /* of the caller's, who need not bump */
 int kf_counter_free(kf_counter *counter, kf_error *error); /* -EBUSY while a schedule waits on it */
 uint64_t kf_counter_address(kf_counter *counter);
 uint64_t kf_counter_value(kf_counter *counter);

@@ -14,15 +14,36 @@ static int random_key(const kf_domain *domain, uint64_t *key) {
   return 0;
 }
 
+#define ACCESS (FI_READ | FI_WRITE | FI_REMOTE_WRITE)
+
+static int register_device(const kf_domain *domain, const kf_region *region, uint64_t key, struct fid_mr **mr) {
+  const struct iovec piece = {region->start, region->length};
+  struct fi_mr_attr attr = {.mr_iov = &piece, .iov_count = 1, .access = ACCESS, .requested_key = key,
+                            .iface = FI_HMEM_CUDA, .device.cuda = region->device};
+  uint64_t flags = 0;
+#ifdef FI_MR_DMABUF /* since libfabric 1.20; without it a provider asks CUDA for the dma-buf itself, or does without */
+  const struct fi_mr_dmabuf buffer = {.fd = region->dma_buf, .len = region->length, .base_addr = region->start};
+  if (region->dma_buf >= 0) {
+    attr.dmabuf = &buffer;
+    flags = FI_MR_DMABUF;
+  }
+#endif
+  return fi_mr_regattr(domain->domain, &attr, flags, mr);
+}
+
+static int register_memory(const kf_domain *domain, const kf_region *region, uint64_t key, struct fid_mr **mr) {
+  if (region->on_device) return register_device(domain, region, key, mr);
+  return fi_mr_reg(domain->domain, region->start, region->length, ACCESS, 0, key, 0, mr, NULL);
+}
+
 static int open_mr(const kf_domain *domain, kf_region *region) {
-  uint64_t access = FI_READ | FI_WRITE | FI_REMOTE_WRITE;
   struct fid_mr **mr = &region->mr[domain->index];
   int rc = -FI_ENOKEY;
   for (int i = 0; i < KEY_TRIES && rc == -FI_ENOKEY; i++) {
     uint64_t key = 0;
     int failed = random_key(domain, &key);
     if (failed) return failed;
-    rc = fi_mr_reg(domain->domain, region->start, region->length, access, 0, key, 0, mr, NULL);
+    rc = register_memory(domain, region, key, mr);
   }
   if (rc) return rc;
   bool by_address = (domain->info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) != 0;
@@ -43,6 +64,8 @@ static int close_mrs(kf_region *region) {
 }
 
 int kf_memory_register(kf_engine *engine, kf_region *region, kf_error *error) {
+  if (region->on_device && (!engine->options.device_memory || engine->domain_count == 0))
+    return kf_fail(error, -FI_ENOSYS, "an engine that was not opened for it does not take the memory of GPUs");
   for (uint32_t i = 0; i < engine->domain_count; i++) {
     int rc = open_mr(&engine->domains[i], region);
     if (rc == 0) continue;

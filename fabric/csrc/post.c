@@ -31,7 +31,7 @@ static ssize_t post_with_faults(kf_engine *engine, const kf_transfer *t, const k
                                 kf_write *write, bool seal) {
   if (__builtin_expect(atomic_load_explicit(&engine->faults.on, memory_order_relaxed), false)) {
     if (kf_faults_fail(&engine->faults)) return -FI_EIO;
-    if (kf_faults_corrupt(&engine->faults)) write->flipped = (unsigned char *)b->local[0].iov_base + b->bytes / b->parts / 2;
+    if (!t->plan.region->on_device && kf_faults_corrupt(&engine->faults)) write->flipped = (unsigned char *)b->local[0].iov_base + b->bytes / b->parts / 2;
   }
   if (write->flipped) *write->flipped ^= 0xff;
   ssize_t rc = post(t, path, b, write, seal);

@@ -68,7 +68,7 @@ int kf_schedule_check(const kf_schedule *plan, kf_error *error) {
  * consistent, as kf_counter_bump is: the last look before sleeping must not be moved before `sleeping` is set. */
 static uint32_t layers_done(const kf_transfer *transfer) {
   if (!transfer->plan.counter) return transfer->plan.layers;
-  uint64_t value = atomic_load(&transfer->plan.counter->value);
+  uint64_t value = atomic_load(transfer->plan.counter->word);
   if (value < transfer->plan.first_value) return 0;
   uint64_t done = value - transfer->plan.first_value;
   return done >= transfer->plan.layers ? transfer->plan.layers : (uint32_t)done + 1;

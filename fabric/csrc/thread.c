@@ -12,6 +12,7 @@
 #define MS 1000000u
 #define SAFETY_NS (10 * MS)       /* asleep with work: the queue's fd wakes us, this is the net below it */
 #define RETRY_NS (200 * US)       /* the provider had no room or is connecting */
+#define WATCH_NS (20 * US)        /* a layer counter is awaited that moves without waking anybody */
 #define NAP_FIRST_NS (20 * US)    /* providers without an fd: naps double from here... */
 #define NAP_BUSY_NS (200 * US)    /* ...to here while writes are in flight, */
 #define NAP_ARMED_NS (1 * MS)     /* ...to here while slots are armed or layers awaited, */
@@ -49,6 +50,7 @@ static uint64_t sleep_limit(kf_engine *e) {
   else if (has_work(e))
     limit = SAFETY_NS;
   if (e->stalled && limit > RETRY_NS) limit = RETRY_NS;
+  if (limit > WATCH_NS && kf_counters_silent(e)) limit = WATCH_NS;
   if (e->hold_until_ns) {
     uint64_t now = kf_now();
     uint64_t left = e->hold_until_ns > now ? e->hold_until_ns - now : 1;

@@ -2,11 +2,12 @@
 
 from kvferry_fabric.checksums import page_checksums
 from kvferry_fabric.contract import CounterHandle, Fabric, PeerHandle, RegionHandle
+from kvferry_fabric.device_memory import DeviceRange
 from kvferry_fabric.engine import TransferEngine
 from kvferry_fabric.errors import FabricError, FabricUnavailable, FabricUnavailableError, OutOfBoundsError
 from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind, LayerTimes
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer
-from kvferry_fabric.providers import PROVIDERS, providers
+from kvferry_fabric.providers import PROVIDERS, providers, takes_device_memory
 from kvferry_fabric.runs import Runs, runs
 from kvferry_fabric.schedule import ChunkSchedule
 from kvferry_fabric.shared_memory import SharedMemory
@@ -15,6 +16,7 @@ __all__ = [
     "PROVIDERS",
     "ChunkSchedule",
     "CounterHandle",
+    "DeviceRange",
     "DomainStats",
     "EngineStats",
     "Event",
@@ -36,4 +38,5 @@ __all__ = [
     "page_checksums",
     "providers",
     "runs",
+    "takes_device_memory",
 ]

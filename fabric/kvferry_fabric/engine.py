@@ -10,6 +10,7 @@ import numpy as np
 from kvferry_proto.memory import MAX_DOMAINS, MemoryDescriptor
 
 from kvferry_fabric.contract import PeerHandle, RegionHandle
+from kvferry_fabric.device_memory import DeviceRange
 from kvferry_fabric.errors import FabricError, OutOfBoundsError
 from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind, LayerTimes
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle, own
@@ -78,6 +79,7 @@ class TransferEngine:
         window_bytes: int = 0,
         stall_seconds: float = 2.0,
         silence_seconds: float = 5.0,
+        device_memory: bool = False,
         cpus: Collection[int] = (),
     ) -> None:
         """Open an endpoint in every domain and start the thread of them all.
@@ -95,6 +97,8 @@ class TransferEngine:
             window: writes in flight in a domain at most, over all transfers.
             window_bytes: no more is posted to a domain while this many bytes are in flight there; 0: as it needs.
             silence_seconds: a connection that confirms none of its writes for this long is cut; their transfers fail.
+            device_memory: memory of GPUs may be registered, which not every provider takes. Peers on this host are
+                then written to through the provider, too: only it reads a GPU's memory.
             stall_seconds: a transfer that cannot post anything for this long, because its peer takes nothing, fails.
             cpus: logical CPUs to pin the thread to, before it opens anything; none: it runs wherever the caller may.
 
@@ -115,7 +119,8 @@ class TransferEngine:
             "stall_ns": int(stall_seconds * 1e9),
             "silence_ns": int(silence_seconds * 1e9),
             "trace": trace,
-            "local": provider in {"auto", LOCAL},
+            "local": provider in {"auto", LOCAL} and not device_memory,
+            "device_memory": device_memory,
         }
         self._native = NativeEngine(options, self.provider, self.binds, _sorted(cpus))
         # At interpreter exit, or when nobody refers to the engine: its thread must not outlive the memory it reads.
@@ -145,7 +150,7 @@ class TransferEngine:
         self._native.check(code, "endpoint address")
         return bytes(ffi.buffer(room, length[0])).hex()
 
-    def register(self, memory: memoryview | SharedMemory) -> MemoryRegion:
+    def register(self, memory: memoryview | SharedMemory | DeviceRange) -> MemoryRegion:
         """Register writable, contiguous memory and keep it alive. Each registration has keys of its own.
 
         Shared memory can then be written to by peers on this host too, if this engine has a seat. Closing its region
@@ -165,9 +170,13 @@ class TransferEngine:
             return Peer(self._native, self._handles, addresses, (), "".join(addresses))
         return Peer(self._native, self._handles, addresses, addresses, seat)
 
-    def new_counter(self) -> LayerCounter:
-        """Return a layer counter that stands at 0."""
-        return LayerCounter(self._native, self._handles)
+    def new_counter(self, word: memoryview | None = None) -> LayerCounter:
+        """Return a layer counter that stands at 0, or at what `word` holds.
+
+        `word`: 8 writable bytes, aligned, which somebody else may raise without a word to the fabric, such as a GPU;
+        it is looked at every 20 us while a transfer follows it. Raises ValueError or FabricError if it is none.
+        """
+        return LayerCounter(self._native, self._handles, word)
 
     def expect(self, slot: int, generation: int, pages: int) -> None:
         """Arm a slot: ARRIVED is reported when `pages` pages have come. With 0 pages that is at once.

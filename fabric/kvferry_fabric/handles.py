@@ -4,6 +4,7 @@ from typing import Any, Self, TypeVar
 
 from kvferry_proto.memory import DomainMemory, LocalMemory, MemoryDescriptor
 
+from kvferry_fabric.device_memory import DeviceRange
 from kvferry_fabric.errors import FabricError
 from kvferry_fabric.native import NativeEngine
 from kvferry_fabric.providers import LOCAL
@@ -99,17 +100,22 @@ class MemoryRegion(_Handle):
         self,
         native: NativeEngine,
         owner: set[_Handle],
-        memory: memoryview | SharedMemory,
+        memory: memoryview | SharedMemory | DeviceRange,
         identity: dict[str, Any],
         seat: str,
     ) -> None:
         """Register `memory` (writable, contiguous). `identity`: provider, addresses and incarnation of the engine."""
-        buffer, fd = (memory.buffer, memory.fd) if isinstance(memory, SharedMemory) else (memory, -1)
-        self._pinned = native.ffi.from_buffer("unsigned char[]", buffer, require_writable=True)
         error = native.new_error()
-        handle = native.lib.kf_register(native.pointer, self._pinned, len(self._pinned), fd, 0, error)
+        self._kept: Any = memory
+        self._pinned: Any = None
+        if isinstance(memory, DeviceRange):
+            handle = native.lib.kf_register_device(native.pointer, _in_device(native, memory), error)
+        else:
+            buffer, fd = (memory.buffer, memory.fd) if isinstance(memory, SharedMemory) else (memory, -1)
+            self._pinned = native.ffi.from_buffer("unsigned char[]", buffer, require_writable=True)
+            handle = native.lib.kf_register(native.pointer, self._pinned, len(self._pinned), fd, 0, error)
         if not handle:
-            native.ffi.release(self._pinned)
+            self._let_go()
             native.fail(error)
         remote = native.ffi.new("kf_remote *")
         native.lib.kf_region_remote(handle, remote)
@@ -122,8 +128,21 @@ class MemoryRegion(_Handle):
     def forget(self) -> None:
         """Drop the C object, and let go of the buffer."""
         if self._handle is not None:
-            self._native.ffi.release(self._pinned)
+            self._let_go()
         super().forget()
+
+    def _let_go(self) -> None:
+        self._kept = None
+        if self._pinned is not None:
+            # Not through the engine, which may be closed, and was not kept yet where registering failed.
+            self._pinned.__exit__(None, None, None)
+            self._pinned = None
+
+
+def _in_device(native: NativeEngine, memory: DeviceRange) -> Any:  # noqa: ANN401 - cdata
+    dma_buf = -1 if memory.dma_buf is None else memory.dma_buf
+    fields = {"address": memory.pointer, "length": memory.length, "device": memory.device, "dma_buf": dma_buf}
+    return native.ffi.new("kf_device_memory *", fields)
 
 
 def _raw(address: str) -> bytes:
@@ -161,9 +180,13 @@ class LayerCounter(_Handle):
 
     what = "layer counter"
 
-    def __init__(self, native: NativeEngine, owner: set[_Handle]) -> None:
+    def __init__(self, native: NativeEngine, owner: set[_Handle], word: memoryview | None = None) -> None:
         error = native.new_error()
-        handle = native.lib.kf_counter_new(native.pointer, error)
+        if word is None:
+            handle = native.lib.kf_counter_new(native.pointer, error)
+        else:
+            self._word = native.ffi.from_buffer("uint64_t[1]", word, require_writable=True)
+            handle = native.lib.kf_counter_over(native.pointer, self._word, error)
         if not handle:
             native.fail(error)
         self.address = int(native.lib.kf_counter_address(handle))

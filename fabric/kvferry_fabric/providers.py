@@ -22,6 +22,12 @@ def providers(bind: str = "127.0.0.1") -> list[str]:
     return [name for name in PROVIDERS if lib.kf_available(name.encode(), bind.encode())]
 
 
+def takes_device_memory(provider: str, bind: str = "127.0.0.1") -> bool:
+    """Whether a provider, which may be "auto", registers memory of GPUs on this machine (libfabric's FI_HMEM)."""
+    _, lib = load()
+    return bool(lib.kf_takes_device_memory(choose(provider, bind).encode(), bind.encode()))
+
+
 def choose(provider: str, bind: str = "127.0.0.1") -> str:
     """Return `provider`, or the best one present if it is "auto". Raises FabricUnavailableError if there is none."""
     if provider == "auto":

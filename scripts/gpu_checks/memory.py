@@ -39,5 +39,5 @@ def run() -> str:
         must(read == total, f"the other process read a sum of {read}, not {total}")
         must(written, "what the other process wrote is not here")
         must(process.exitcode == 0, f"the other process ended with status {process.exitcode}")
-        dma_buf = memory.dma_buf()
+        dma_buf = memory.range().dma_buf
         return f"{SIZE} bytes mapped as {memory.mapped}; dma-buf: {'none' if dma_buf is None else 'yes'}"

@@ -3,11 +3,12 @@
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from kvferry_engine.kv_pool import KVPool
-from kvferry_fabric import ChunkSchedule, EventKind, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, EventKind, TransferEngine, providers, runs, takes_device_memory
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.memory import MemoryDescriptor
 
@@ -29,12 +30,27 @@ def _event(engine: TransferEngine, kind: EventKind) -> None:
     must(condition=False, what=f"{kind.name} did not come")
 
 
-def _receive(connection: Connection, device: str) -> None:
-    with KVPool(LAYOUT, PAGES, device=device) as pool, TransferEngine("tcp", incarnation=2) as engine:
-        region = engine.register(pool.shared)
+class Way(NamedTuple):
+    """How pages go."""
+
+    provider: str
+    device: str
+    in_gpu: bool
+
+    def pool(self) -> KVPool:
+        return KVPool(LAYOUT, PAGES, device=self.device, in_gpu=self.in_gpu)
+
+    def engine(self, incarnation: int) -> TransferEngine:
+        return TransferEngine(self.provider, incarnation=incarnation, device_memory=self.in_gpu)
+
+
+def _receive(connection: Connection, way: Way) -> None:
+    with way.pool() as pool, way.engine(2) as engine:
+        region = engine.register(pool.registered)
         engine.expect(SLOT, GENERATION, PAGES * LAYOUT.layers)
         connection.send(region.descriptor)
         _event(engine, EventKind.ARRIVED)
+        pool.settle()
         connection.send(pool.tensor.view(torch.int16).cpu().numpy())
         connection.recv()
 
@@ -46,7 +62,7 @@ def _schedule(
         counter=None,
         first_value=0,
         layers=LAYOUT.layers,
-        region=engine.register(pool.shared),
+        region=engine.register(pool.registered),
         peer=engine.connect(remote.addresses),
         remote=remote,
         slot=SLOT,
@@ -60,14 +76,22 @@ def _schedule(
     )
 
 
-def run(device: str = DEVICE) -> str:
+def run() -> str:
+    sent = [over(Way("tcp", DEVICE, in_gpu=False))]
+    direct = [name for name in providers() if takes_device_memory(name)]
+    sent += [over(Way(name, DEVICE, in_gpu=True)) for name in direct]
+    return "; ".join(sent) + ("" if direct else "; no provider here takes the memory of GPUs")
+
+
+def over(way: Way) -> str:
+    """Move pages between two processes, and compare them."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_receive, args=(theirs, device))
+    process = context.Process(target=_receive, args=(theirs, way))
     process.start()
     order = np.random.default_rng(0)
     source, target = order.permutation(PAGES), order.permutation(PAGES)
-    with KVPool(LAYOUT, PAGES, device=device) as pool, TransferEngine("tcp", incarnation=1) as engine:
+    with way.pool() as pool, way.engine(1) as engine:
         must(ours.poll(SECONDS), "the receiver did not come up")
         remote = ours.recv()
         pool.tensor.view(torch.int16).random_()
@@ -79,4 +103,5 @@ def run(device: str = DEVICE) -> str:
         ours.send(None)
         process.join(SECONDS)
         must(np.array_equal(arrived[:, target], sent[:, source]), "bytes differ")
-    return f"{PAGES * LAYOUT.layers} pages of {LAYOUT.page_bytes} bytes over tcp, from and to host memory that GPUs map"
+    where = "GPU memory" if way.in_gpu else "host memory that GPUs map"
+    return f"{PAGES * LAYOUT.layers} pages of {LAYOUT.page_bytes} bytes over {way.provider} from and to {where}"

@@ -60,4 +60,4 @@ def test_tokens_may_differ_only_where_two_are_as_good(check_gpu) -> None:
 def test_pages_are_compared_between_two_processes(check_gpu) -> None:
     from gpu_checks import transfer
 
-    assert transfer.run("cpu").startswith("512 pages of 65536 bytes over tcp")
+    assert transfer.over(transfer.Way("tcp", "cpu", in_gpu=False)).startswith("512 pages of 65536 bytes over tcp")

@@ -91,7 +91,7 @@ class Driver:
     def __getattr__(self, name):
         if name.startswith(("CUmemAllocationProp", "CUmemAccessDesc")):
             return lambda: SimpleNamespace(location=SimpleNamespace(), allocFlags=SimpleNamespace())
-        if not name.startswith("cu"):
+        if not name.startswith("cu"):  # an enumeration
             return SimpleNamespace(**dict.fromkeys(KINDS, 0))
 
         def function(*_):
@@ -108,6 +108,8 @@ KINDS = (
     "CU_MEM_ALLOCATION_TYPE_PINNED", "CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR", "CU_MEM_LOCATION_TYPE_DEVICE",
     "CU_MEM_ALLOC_GRANULARITY_MINIMUM", "CU_MEM_ACCESS_FLAGS_PROT_READWRITE", "CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD",
     "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED",
+    "CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING",
+    "CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER",
 )  # fmt: skip
 MADE = {"cuMemCreate": "cuMemRelease", "cuMemAddressReserve": "cuMemAddressFree", "cuMemMap": "cuMemUnmap"}
 

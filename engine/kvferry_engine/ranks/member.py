@@ -11,6 +11,7 @@ from kvferry_node.logs import get_logger
 
 from kvferry_engine.batch import ForwardBatch
 from kvferry_engine.devices import resolve
+from kvferry_engine.kv_place import in_gpu
 from kvferry_engine.kv_pool import KVPool, enough_pages
 from kvferry_engine.models.base import Model
 from kvferry_engine.ranks import steps
@@ -53,10 +54,12 @@ def _serve(settings: WorkerSettings, rank: int, connection: socket.socket, store
     model = load_model(Path(settings.model), settings.dtype, device=device, shard=shard)
     layout = model.kv_layout(settings.page_size)
     pages = enough_pages(layout, settings.kv_memory)
-    with KVPool(layout, pages, device=device, huge=settings.huge_pages) as pool:
+    place = in_gpu(settings, device)
+    with KVPool(layout, pages, device=device, huge=settings.huge_pages, in_gpu=place) as pool:
         pool.shared.send(connection)
         while (step := steps.receive(connection)) is not None:
             batch = ForwardBatch.build(step.slices, page_size=layout.page_size, device=device)
+            pool.settle()
             _compute(model, batch, pool, step)
 
 

@@ -22,6 +22,7 @@ from kvferry_node.logs import get_logger
 from kvferry_proto.layout import KVLayout
 
 from kvferry_engine.config import ModelConfig
+from kvferry_engine.cuda_memory import DeviceMemory
 from kvferry_engine.devices import resolve
 from kvferry_engine.errors import EngineError
 from kvferry_engine.kv_pool import KVPool
@@ -110,12 +111,16 @@ class RankProcesses:
         except RuntimeError as error:
             raise self.lost(error) from error
 
-    def receive_pools(self, layout: KVLayout, pages: int) -> list[KVPool]:
-        """Wait until every rank has loaded its weights, and map its pool. Raises RankLostError."""
+    def receive_pools(self, layout: KVLayout, pages: int, devices: Sequence[str] | None = None) -> list[KVPool]:
+        """Wait until every rank has loaded its weights, and map its pool, which lies in `devices` if given.
+
+        Raises RankLostError.
+        """
         pools = []
-        for process in self._ranks:
+        for index, process in enumerate(self._ranks):
             try:
-                pools.append(KVPool(layout, pages, memory=SharedMemory.receive(process.connection)))
+                memory = _receive(process.connection, None if devices is None else devices[index])
+                pools.append(KVPool(layout, pages, memory=memory))
             except OSError as error:
                 raise self.lost(error) from error
             # A rank that takes no step for so long is as good as gone.
@@ -175,6 +180,10 @@ class RankProcesses:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _receive(connection: socket.socket, device: str | None) -> SharedMemory | DeviceMemory:
+    return SharedMemory.receive(connection) if device is None else DeviceMemory.receive(connection, device)
 
 
 def _fork(

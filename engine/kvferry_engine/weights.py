@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from kvferry_engine.attention import AttentionBackend
-from kvferry_engine.attention.torch_cpu import TorchAttention
+from kvferry_engine.attention.choice import Wanted, attention_for
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.dtypes import torch_dtype
 from kvferry_engine.errors import ModelError
@@ -29,7 +29,7 @@ def load_model(
     dtype: str | torch.dtype,
     *,
     device: str = "cpu",
-    attention: AttentionBackend | None = None,
+    attention: AttentionBackend | Wanted = "auto",
     progress: Progress | None = None,
     shard: Shard = ALONE,
     drafts: bool = True,
@@ -45,7 +45,9 @@ def load_model(
     config = stored if drafts and _has_drafts(folder, stored) else replace(stored, draft_layers=0)
     check_ranks(config, shard.ranks)
     build = model_class(config.architecture)
-    model = build(config, attention or TorchAttention(), dtype=torch_dtype(dtype), device=device, shard=shard)
+    if isinstance(attention, str):
+        attention = attention_for(config, shard, torch_dtype(dtype), device, attention)
+    model = build(config, attention, dtype=torch_dtype(dtype), device=device, shard=shard)
     _fill(model, folder, stored, progress or _silent)
     return model
 

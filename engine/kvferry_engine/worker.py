@@ -86,7 +86,12 @@ class Worker:
         self._inject(settings.faults)
         shard = Shard(0, settings.tp, self.ranks.join()) if settings.tp > 1 else ALONE
         self.model: Model = load_model(
-            Path(settings.model), settings.dtype, device=self.device, shard=shard, progress=progress
+            Path(settings.model),
+            settings.dtype,
+            device=self.device,
+            attention=settings.attention,
+            shard=shard,
+            progress=progress,
         )
         self.layout: KVLayout = self.model.kv_layout(settings.page_size)
         pages = enough_pages(self.layout, settings.kv_memory)

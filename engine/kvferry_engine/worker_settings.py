@@ -30,6 +30,10 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
             form="cpu, cuda, cuda:N or auto",
         ),
     ] = "cpu"
+    attention: Annotated[
+        Literal["auto", "torch", "flashinfer"],
+        help_text("What computes attention: plain torch; FlashInfer, on a GPU alone; auto, FlashInfer where it can."),
+    ] = "auto"
     page_size: Annotated[
         int, msgspec.Meta(ge=1, le=1024), help_text("Tokens in a KV page; the same on all nodes of a cluster.")
     ] = 16

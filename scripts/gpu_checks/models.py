@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from kvferry_engine.attention.choice import Wanted
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.models import Model
@@ -31,7 +32,7 @@ def folder(kind: str) -> Iterator[Path]:
         raise Skip(msg) from error
     with TemporaryDirectory() as name:
         if kind == "deepseek":
-            tiny_deepseek.save(tiny_deepseek.build(), name)
+            tiny_deepseek.save(tiny_deepseek.build(kv_lora_rank=512, qk_rope_head_dim=64), name)
         else:
             random_models.build_random(name, kind, head_dim=64)
         yield Path(name)
@@ -46,8 +47,10 @@ def prompts(vocabulary: int) -> list[list[int]]:
 class Sequences:
     """Sequences in a pool of their own, whose pages begin full of NaN, as if left by another."""
 
-    def __init__(self, path: Path, dtype: str, device: str, texts: Sequence[list[int]], room: int) -> None:
-        self.model: Model = load_model(path, dtype, device=device)
+    def __init__(
+        self, path: Path, dtype: str, device: str, texts: Sequence[list[int]], *, room: int, attention: Wanted = "torch"
+    ) -> None:
+        self.model: Model = load_model(path, dtype, device=device, attention=attention)
         self.device, self.texts, self.done = device, [list(text) for text in texts], [0] * len(texts)
         counts = [-(-(len(text) + room) // PAGE_SIZE) for text in texts]
         self.pool = KVPool(self.model.kv_layout(PAGE_SIZE), sum(counts), device=device)
@@ -82,7 +85,7 @@ Answer = list[tuple[int, float]]
 
 def answers(path: Path, dtype: str, device: str, texts: Sequence[list[int]], count: int) -> list[Answer]:
     """Decode greedily: of each prompt `count` tokens."""
-    sequences = Sequences(path, dtype, device, texts, count)
+    sequences = Sequences(path, dtype, device, texts, room=count)
     given: list[Answer] = [[] for _ in texts]
     while True:
         logits = sequences.step()

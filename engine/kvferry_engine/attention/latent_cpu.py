@@ -47,7 +47,8 @@ class _Group:
 class LatentTorchPlan:
     """One step's attention."""
 
-    def __init__(self, batch: ForwardBatch, pool: KVPool) -> None:
+    def __init__(self, batch: ForwardBatch, pool: KVPool, *, attends: bool = True) -> None:
+        """`attends`: whether `run` is asked for, and not `append` alone."""
         layout = pool.layout
         self._page_size = layout.page_size
         self._dtype, self._device = pool.tensor.dtype, pool.tensor.device
@@ -55,7 +56,7 @@ class LatentTorchPlan:
         self._rows = pool.tensor.view(layout.layers, -1, layout.head_dim)
         self._slots = self._on_device(batch.slot_pages * layout.page_size + batch.slot_offsets)
         self._opened = self._on_device(batch.opened_pages)
-        self._groups = self._plan_groups(batch)
+        self._groups = self._plan_groups(batch) if attends else []
 
     def append(self, layer: int, latents: torch.Tensor) -> None:
         """Write latents [T, R + P] to their places, in pages cleared of what an earlier owner left."""

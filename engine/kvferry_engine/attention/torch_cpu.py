@@ -50,7 +50,8 @@ class TorchAttention:
 class TorchPlan:
     """One step's attention."""
 
-    def __init__(self, batch: ForwardBatch, pool: KVPool) -> None:
+    def __init__(self, batch: ForwardBatch, pool: KVPool, *, attends: bool = True) -> None:
+        """`attends`: whether `run` is asked for, and not `append_kv` alone."""
         layout = pool.layout
         self._kv_heads, self._page_size, self._head_dim = layout.heads_per_rank, layout.page_size, layout.head_dim
         self._dtype, self._device = pool.tensor.dtype, pool.tensor.device
@@ -60,7 +61,7 @@ class TorchPlan:
         self._rows = pool.tensor.view(layout.layers, -1, layout.head_dim)
         self._k_rows, self._v_rows = self._write_rows(batch)
         self._opened = self._on_device(batch.opened_pages)
-        self._groups = self._plan_groups(batch)
+        self._groups = self._plan_groups(batch) if attends else []
 
     def append_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [T, kv heads, D] to their places, in pages cleared of what an earlier owner left."""

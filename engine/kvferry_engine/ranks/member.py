@@ -51,7 +51,7 @@ def _serve(settings: WorkerSettings, rank: int, connection: socket.socket, store
     torch.set_num_threads(settings.rank_threads)
     shard = Shard(rank, settings.tp, join(store, rank, settings.tp))
     device = resolve(settings.device, settings.tp)[rank]
-    model = load_model(Path(settings.model), settings.dtype, device=device, shard=shard)
+    model = load_model(Path(settings.model), settings.dtype, device=device, attention=settings.attention, shard=shard)
     layout = model.kv_layout(settings.page_size)
     pages = enough_pages(layout, settings.kv_memory)
     place = in_gpu(settings, device)

@@ -19,6 +19,7 @@ from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.context_slots import ContextSlots
+from kvferry_engine.decode_graphs import DecodeGraphs, can_capture
 from kvferry_engine.device_counter import DeviceCounter
 from kvferry_engine.devices import on_gpu, resolve
 from kvferry_engine.fabric_cpus import fabric_cpus
@@ -101,6 +102,7 @@ class Worker:
         """KV pools of all ranks; pages have the same numbers in each."""
         self.allocator = PrefixCache(self.pool.pages, enabled=settings.prefix_cache)
         self._contexts: list[ContextSlots] = []
+        self._graphs = DecodeGraphs(self.model, self.pool) if settings.cuda_graphs and can_capture(self.model) else None
         self._device_counter = DeviceCounter(self.fabric, self.device) if on_gpu(self.device) else None
         self.counter: LayerCounter = self._device_counter.counter if self._device_counter else self.fabric.new_counter()
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
@@ -139,10 +141,13 @@ class Worker:
 
         Raises BatchError before anything is computed, RankLostError when the ranks can't go on.
         """
-        work = Work.LOGITS if logits else Work.KEEP
-        return self._together(
-            Step(list(slices), work), lambda batch: self.model.forward(batch, self.pool, on_layer, logits=logits)
-        )
+
+        def run(batch: ForwardBatch) -> torch.Tensor | None:
+            if self._graphs is not None and on_layer is None and logits and self._graphs.fits(batch):
+                return self._graphs.run(batch)
+            return self.model.forward(batch, self.pool, on_layer, logits=logits)
+
+        return self._together(Step(list(slices), Work.LOGITS if logits else Work.KEEP), run)
 
     def hidden_states(self, slices: Sequence[SequenceSlice], on_layer: OnLayer | None = None) -> torch.Tensor:
         """Run one step as `forward` does; returns the hidden states that the wanted logits would be of.

@@ -34,6 +34,10 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
         Literal["auto", "torch", "flashinfer"],
         help_text("What computes attention: plain torch; FlashInfer, on a GPU alone; auto, FlashInfer where it can."),
     ] = "auto"
+    cuda_graphs: Annotated[
+        bool,
+        help_text("Replay decode steps as CUDA graphs, with FlashInfer, for models without experts; for GPUs alone."),
+    ] = False
     page_size: Annotated[
         int, msgspec.Meta(ge=1, le=1024), help_text("Tokens in a KV page; the same on all nodes of a cluster.")
     ] = 16

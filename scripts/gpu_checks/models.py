@@ -71,8 +71,12 @@ class Sequences:
                 ended += [index] if wanted else []
         if not slices:
             return {}
-        logits = self.model.forward(ForwardBatch.build(slices, page_size=PAGE_SIZE, device=self.device), self.pool)
+        logits = self.forward(ForwardBatch.build(slices, page_size=PAGE_SIZE, device=self.device))
         return dict(zip(ended, logits.cpu(), strict=True)) if logits is not None else {}
+
+    def forward(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Compute a step."""
+        return self.model.forward(batch, self.pool)
 
     def close(self) -> None:
         """Give the pool back."""

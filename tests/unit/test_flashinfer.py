@@ -8,12 +8,14 @@ import pytest
 import tiny_deepseek
 import torch
 from engine_runner import Runner, close, tokens_of
+from kvferry_engine import decode_graphs
 from kvferry_engine.attention import flashinfer_cuda
 from kvferry_engine.attention.choice import attention_for
 from kvferry_engine.attention.flashinfer_cuda import FlashInferAttention, paged_rows, supports
 from kvferry_engine.attention.torch_cpu import TorchAttention
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.config import ModelConfig
+from kvferry_engine.decode_graphs import DecodeGraphs, can_capture
 from kvferry_engine.errors import ModelError
 from kvferry_engine.shard import ALONE
 from kvferry_engine.weights import load_model
@@ -156,3 +158,43 @@ def test_plain_torch_is_taken_where_it_has_no_kernels(tmp_path) -> None:
         attention_for(config, ALONE, torch.bfloat16, "cpu", "flashinfer")
     with pytest.raises(ModelError, match=r"not installed|no kernels"):
         attention_for(config, ALONE, torch.bfloat16, "cuda:0", "flashinfer")
+
+
+def test_replayed_steps_mean_what_others_do(tmp_path, stand_in, monkeypatch) -> None:
+    """What a graph would replay runs anew here, reading what it reads from the same places."""
+    captured = []
+    monkeypatch.setattr(decode_graphs, "capture", lambda compute: captured.append(compute) or compute)
+    build_random(tmp_path, "qwen3")
+    config = ModelConfig.from_folder(tmp_path)
+    models = [load_model(tmp_path, "float32", attention=FlashInferAttention(config, ALONE, "cpu")) for _ in range(2)]
+    runners = [Runner(model, page_size=8) for model in models]
+    texts = [tokens_of(40, seed) for seed in range(5)]
+    plain, replayed = ([runner.sequence(text) for text in texts] for runner in runners)
+    for runner, sequences in zip(runners, (plain, replayed), strict=True):
+        runner.step(*(each.next(10 + 3 * index) for index, each in enumerate(sequences)))
+    assert can_capture(models[1])
+    graphs = DecodeGraphs(models[1], runners[1].pool)
+    for members in ((0, 1, 2, 3, 4), (1, 3, 4), (4, 1, 0, 2), (2,), (0, 1, 2, 3, 4), *[(3, 0, 1)] * 8):
+        wanted = runners[0].step(*(plain[each].next(1) for each in members))
+        batch = ForwardBatch.build([replayed[each].next(1) for each in members], page_size=8)
+        assert graphs.fits(batch)
+        close(graphs.run(batch), wanted)
+    assert len(captured) == 3  # for 1, 4 and 8 sequences
+
+
+def test_other_steps_are_not_replayed(tmp_path, stand_in) -> None:
+    build_random(tmp_path, "llama")
+    model = load_model(
+        tmp_path, "float32", attention=FlashInferAttention(ModelConfig.from_folder(tmp_path), ALONE, "cpu")
+    )
+    graphs = DecodeGraphs(model, Runner(model, page_size=8).pool)
+    one = SequenceSlice([1], 3, [0])
+    for slices in (
+        [SequenceSlice([1, 2], 0, [0])],
+        [one, SequenceSlice([1, 2], 0, [1])],
+        [SequenceSlice([1], 3, [0], want_logits=False)],
+        [SequenceSlice([1], 3, [page]) for page in range(65)],
+    ):
+        assert not graphs.fits(ForwardBatch.build(slices, page_size=8))
+    assert graphs.fits(ForwardBatch.build([one], page_size=8))
+    assert not can_capture(load_model(tmp_path, "float32"))

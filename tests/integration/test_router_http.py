@@ -8,7 +8,10 @@ from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.grammar import Grammar
 from kvferry_proto.message import RequestFailed
 from kvferry_proto.page_table import Source, unpack
-from scripted import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
+from kvferry_proto.timeline import DecodeTimeline
+from kvferry_proto.to_router import Accepted
+from kvferry_proto.usage import FinishReason
+from scripted import ANSWER, MODEL, finished, make_model_folder, running_cluster, step, warm_up
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 
@@ -174,6 +177,31 @@ async def test_stop_strings_across_tokens(cluster, stream):
     await asyncio.wait_for(cluster.idle(), 5)
     # The decoder was told, or it would go on to the end.
     assert decoder.cancelled == [decoder.assigned[0].request_id]
+
+
+async def in_runs(decoder, origin, assign):
+    """Answer as a decoder that guesses: several tokens a step."""
+    origin.reply(Accepted(request_id=assign.request_id))
+    for start in range(0, len(decoder.answer), 3):
+        origin.reply(step(assign, decoder.answer[start : start + 3]))
+    timeline = DecodeTimeline(drafted=9, accepted=5)
+    origin.reply(finished(assign, len(decoder.answer), FinishReason.STOP, timeline))
+
+
+async def test_several_tokens_a_step_and_what_was_guessed(cluster):
+    await cluster.decoder(script=in_runs)
+    body = await cluster.complete(prompt="one", logprobs=1, return_token_ids=True)
+    choice = body["choices"][0]
+    assert (choice["text"], choice["token_ids"]) == (ANSWER, cluster.tokens())
+    assert len(choice["logprobs"]["tokens"]) == len(cluster.tokens())
+    guessed = {"accepted_prediction_tokens": 5, "rejected_prediction_tokens": 4}
+    assert body["usage"]["completion_tokens_details"] == guessed
+    # A stop string that ends in the midst of a run: the rest of the run is not part of the answer.
+    cut = await cluster.complete(prompt="one", stop="He", return_token_ids=True)
+    choice = cut["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("", "stop")
+    assert choice["token_ids"] == cluster.tokens()[:1]
+    assert cut["usage"]["completion_tokens"] == 1
 
 
 async def test_logprobs_of_completions(cluster):

@@ -53,6 +53,13 @@ def test_the_table_says_what_moved():
     assert "601 prompt tokens, 20 answered" in text
 
 
+def test_the_table_says_what_was_guessed():
+    guessing = msgspec.structs.replace(TIMELINE.decoder, drafted=12, accepted=7)
+    text = printed(table(msgspec.structs.replace(TIMELINE, decoder=guessing)))
+    assert "7 of 12 drafts were right" in text
+    assert "drafts" not in printed(table(TIMELINE))
+
+
 def test_a_request_without_a_prefiller_says_so():
     alone = Timeline(router=TIMELINE.router, decoder=TIMELINE.decoder, prefiller=None)
     assert "the decoder prefilled by itself" in printed(table(alone))

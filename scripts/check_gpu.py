@@ -25,7 +25,7 @@ from gpu_checks import Skip
 from kvferry_engine.devices import resolve
 from kvferry_node.errors import SettingsError
 
-STEPS = ("device", "tokens", "flashinfer", "memory", "counter", "graphs", "transfer", "speed")
+STEPS = ("device", "tokens", "memory", "counter", "transfer", "flashinfer", "graphs", "speed")
 ROW = "{:9} {:5} {:6.1f} s  {}"
 
 

@@ -108,6 +108,16 @@ class Worker:
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
         self._checksum_thread = ThreadPoolExecutor(1, thread_name_prefix="checksum")
         self._slow_layer = settings.faults.get("slow-layer-ms", 0) / 1e3
+        if on_gpu(self.device):
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """Run a decode and a prefill step, before there is a request.
+
+        Libraries build and load kernels when these are first needed, which takes up to minutes: better now.
+        """
+        self.forward([SequenceSlice([0], 0, [0])])
+        self.forward([SequenceSlice([0, 0], 0, [0, 1])])
 
     def _inject(self, faults: dict[str, float]) -> None:
         unknown = set(faults) - set(_FABRIC_FAULTS) - _MODEL_FAULTS

@@ -59,3 +59,18 @@ async def test_chunks_of_a_long_prompt_are_sent_while_later_chunks_are_computed(
         # Two pages a chunk and layer: after the first chunk's three layers, six pages may have come, not more.
         assert all(arrived <= layers * 2 for layers, arrived in samples), samples
         assert any(arrived == 2 * LAYERS and layers < 2 * LAYERS for layers, arrived in samples), samples
+
+
+async def test_a_node_that_has_warmed_up_begins_as_if_it_had_not(redis_server, tiny_model):
+    tokens = list(range(100, 130))
+    answers = []
+    for warm in (False, True):
+        async with pair(redis_server.url, tiny_model) as (prefilling, decoding, router):
+            for node in (prefilling, decoding) if warm else ():
+                await node.worker.compute(node.worker.warm_up)
+                assert node.worker.page_state()["held"] == 0
+            asked = router.ask(decoding, tokens, prefiller=prefilling)
+            assert isinstance(await router.outcome(asked), Finished)
+            answers.append(asked.tokens)
+    assert len(answers[0]) == 4
+    assert answers[0] == answers[1]

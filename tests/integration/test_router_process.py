@@ -92,6 +92,13 @@ async def test_without_a_prefiller_the_setting_decides(redis_server, tmp_path, a
         await cluster.complete(prompt=[50])
 
 
+async def test_mixed_decoders_need_no_prefiller_whatever_the_setting(redis_server, tmp_path):
+    async with running_cluster(redis_server.url, make_model_folder(tmp_path), local_prefill=False) as cluster:
+        await cluster.decoder()
+        assert (await cluster.http.get("/ready")).status_code == 200
+        await cluster.complete(prompt=[50] * 100)
+
+
 async def test_a_prefiller_is_named_to_the_decoder(redis_server, tmp_path):
     folder = make_model_folder(tmp_path)
     async with (

@@ -149,10 +149,12 @@ class Router:
         """Why a request can't be served now, or None."""
         if self._stop.requested.is_set():
             return "draining"
-        if not any(not node.draining for node in self._decoders()):
+        decoders = [node for node in self._decoders() if not node.draining]
+        if not decoders:
             return "no decoder is up" if self._view.available else "redis is unreachable and no decoder is known"
         prefillers = [node for node in self._view.by_role(Role.PREFILLER) if not node.draining]
-        if not prefillers and not self._settings.local_prefill:
+        need_none = self._settings.local_prefill or any(_prefills_all(node) for node in decoders)
+        if not prefillers and not need_none:
             return "no prefiller is up, and decoders may not prefill by themselves (--no-local-prefill)"
         return None
 
@@ -170,3 +172,8 @@ class Router:
             "redis": self._view.available,
             "process": process_state(),
         }
+
+
+def _prefills_all(decoder: NodeRecord) -> bool:
+    """Whether it prefills every prompt that it takes, whatever routers are told (--mixed)."""
+    return 0 < decoder.max_context <= decoder.local_prefill_tokens

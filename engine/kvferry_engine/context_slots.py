@@ -24,6 +24,11 @@ class ContextSlots:
         """All rows, to be registered; they must outlive the registration."""
         return self._memory.buffer
 
+    @property
+    def shared(self) -> SharedMemory:
+        """All rows, to be registered so that peers on this host can write to them."""
+        return self._memory
+
     def offset(self, slot: int) -> int:
         """Bytes before a slot's row."""
         return slot * self.row_bytes

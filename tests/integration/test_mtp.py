@@ -98,12 +98,13 @@ async def ask(router, decoder, prompt, prefiller=None):
     return asked.tokens, end
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["cold", "cached"])
-async def test_acceptance_is_the_same_with_a_prefiller_as_without(redis_server, folder, eventually, cached):
+@pytest.mark.parametrize(("cached", "provider"), [(False, "local"), (True, "auto")], ids=["cold", "cached"])
+async def test_acceptance_is_the_same_with_a_prefiller_as_without(redis_server, folder, eventually, cached, provider):
     """Over real nodes and a real fabric, hidden states verified; with and without pages that are there already."""
     decoder = {"speculate": "mtp", "draft_tokens": 2, "prefill_budget": 7, "prefix_cache": False}
     prefiller = {"chunk_size": 11, "prefix_cache": cached}
-    async with pair(redis_server.url, folder, decoder=decoder, prefiller=prefiller) as (prefilling, decoding, router):
+    nodes = pair(redis_server.url, folder, decoder=decoder, prefiller=prefiller, provider=provider)
+    async with nodes as (prefilling, decoding, router):
         right = 0
         for prompt in PROMPTS:
             alone, by_itself = await ask(router, decoding, prompt)

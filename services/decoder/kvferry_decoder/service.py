@@ -102,7 +102,7 @@ class DecoderService:
 
     def _register_context(self) -> RegionHandle:
         assert self._context is not None
-        return self._worker.fabric.register(self._context.buffer)
+        return self._worker.fabric.register(self._context.shared)
 
     # --- messages --------------------------------------------------------------------------------------------
 

@@ -328,6 +328,8 @@ class World:
         quarantined = [t for t in service.receiver.transfers if t.state is TransferState.QUARANTINED]
         assert book.quarantined_pages == sum(len(each.quarantined_pages) for each in quarantined)
         assert len(self.fabric.armed) == len(service.receiver.transfers) - len(quarantined)
+        load = service.load()
+        assert load.running + load.waiting == sum(service.states().values()) == len(service._requests)
         assert service.under_way() or not any(service.held().values()), "the idle check would sound"
         assert max(self.router.ends.values(), default=0) <= 1, "a request has ended twice"
 

@@ -1,4 +1,4 @@
-"""What a decoder tells routers: one message per router and step, however many requests ran in it."""
+"""What a decoder tells routers: one message per router and step for all requests that ran in it, some for very many."""
 
 from collections import defaultdict
 from typing import NamedTuple
@@ -14,6 +14,9 @@ from kvferry_proto.to_router import Accepted, Cancelled, Finished, TokenLogprobs
 from kvferry_proto.usage import FinishReason, Usage
 
 from kvferry_decoder.request import Request
+
+RUNS_IN_A_MESSAGE = 256
+"""With twenty log probabilities a token, and drafts, they fill a third of what a message's header may hold."""
 
 
 class DrawnRun(NamedTuple):
@@ -57,7 +60,8 @@ class Answers:
             by_router[entry.request.origin.key].append(entry)
         for entries in by_router.values():
             origin = entries[0].request.origin
-            self._send(origin, _tokens(entries))
+            for first in range(0, len(entries), RUNS_IN_A_MESSAGE):
+                self._send(origin, _tokens(entries[first : first + RUNS_IN_A_MESSAGE]))
             for entry in entries:
                 if entry.finish is not None:
                     self.finished(entry.request, entry.finish)

@@ -293,8 +293,8 @@ class DecoderService:
             self._fail(request, self._error(ErrorCode.NODE_LOST, text, Phase.DECODE))
 
     def load(self) -> Load:
-        """What placement weighs."""
-        waiting = self.scheduler.waiting
+        """What placement weighs. Reservations end with `admitted`, so that whoever is here has to count."""
+        waiting = [*self.scheduler.waiting, *self._compiling()]
         promised = sum(self._worker.layout.pages_for(len(request.tokens)) for request in waiting)
         return Load(
             free_pages=max(0, self._worker.allocator.free_pages - promised),
@@ -302,6 +302,9 @@ class DecoderService:
             waiting=len(waiting),
             queued_tokens=sum(request.uncomputed - 1 for request in self.scheduler.running),
         )
+
+    def _compiling(self) -> list[Request]:
+        return [request for request in self._requests.values() if request.state is State.COMPILING]
 
     def admitted(self) -> list[str]:
         """Requests taken since the last call: they are part of `load` now."""
@@ -312,6 +315,7 @@ class DecoderService:
         """Requests by state, for metrics."""
         scheduler = self.scheduler
         return {
+            "compiling": len(self._compiling()),
             "waiting": len(scheduler.waiting),
             "receiving": len(scheduler.receiving),
             "running": len(scheduler.running),

@@ -44,7 +44,7 @@ def measure_registration(provider: str, pages: int = 100_000, page: int = 1024) 
         transfer = sender.engine.schedule_layers(chunk)
         registered = time.monotonic_ns()
         held = heap_bytes() - before
-        sender.engine.cancel(transfer)
+        transfer.cancel()
         wait_events(sender.engine)
     finally:
         sender.engine.close()

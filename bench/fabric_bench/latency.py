@@ -9,7 +9,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import numpy as np
-from kvferry_fabric import ChunkSchedule, EventKind, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, EventKind, Transfer, TransferEngine, runs
 
 from fabric_bench.raw import Raw
 from fabric_bench.receiver import SLOT, Receiver, keep_to_core, random_memory, wait_events
@@ -28,7 +28,7 @@ class Sender:
         self.region = self.engine.register(memoryview(random_memory(size)))
         self.peer = self.engine.connect(receiver.descriptor.addresses)
 
-    def write(self, generation: int, slot: int = SLOT, length: int = PAGE) -> int:
+    def write(self, generation: int, slot: int = SLOT, length: int = PAGE) -> Transfer:
         return self.engine.write(
             peer=self.peer, region=self.region, source_offset=0, remote=self.receiver.descriptor,
             destination_offset=0, length=length, slot=slot, generation=generation,
@@ -141,7 +141,7 @@ def measure_posting(provider: str, pause: float, layers: int = 400) -> dict[str,
 def small_writes(sender: Sender, count: int, keep_busy: ChunkSchedule | None) -> list[float]:
     """us from write() to the armed counter, one after the other, beside a large transfer if there is one."""
     receiver, starts = sender.receiver, []
-    large = sender.engine.schedule_layers(keep_busy) if keep_busy else 0
+    large = sender.engine.schedule_layers(keep_busy) if keep_busy else None
     receiver.tell("pong", count)
     for i in range(count):
         assert receiver.answer() is True
@@ -158,8 +158,8 @@ def small_writes(sender: Sender, count: int, keep_busy: ChunkSchedule | None) ->
                 ended.discard(large)
                 large = sender.engine.schedule_layers(keep_busy)
     times = receiver.answer()
-    if keep_busy:
-        sender.engine.cancel(large)
+    if large:
+        large.cancel()
         wait_events(sender.engine)
     return [(end - start) / 1e3 for start, end in zip(starts, times["counted"], strict=True)]
 

@@ -3,7 +3,7 @@
 import select
 import time
 
-from kvferry_fabric import ChunkSchedule, Event, EventKind, Runs, SharedMemory, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, Event, EventKind, Runs, SharedMemory, Transfer, TransferEngine, runs
 from kvferry_proto.memory import MemoryDescriptor
 
 from peers.work import PATIENCE, Memory, TransferFailedError, Work
@@ -60,7 +60,7 @@ class FabricSender:
         self.region = self.engine.register(memoryview(self.memory.bytes))
         source, target = work.order("source"), work.order("target")
         self.runs = [runs(source[work.part(i)], target[work.part(i)]) for i in range(work.batches)]
-        self.ended: set[int] = set()
+        self.ended: set[Transfer | None] = set()
         self.card = None
 
     def meet(self, receiver: MemoryDescriptor) -> None:
@@ -74,10 +74,10 @@ class FabricSender:
             destination_page_stride=page, length=page, runs=table,
         )  # fmt: skip
 
-    def post(self, batch: int, round_number: int) -> int:
+    def post(self, batch: int, round_number: int) -> Transfer:
         return self.engine.schedule_layers(self._chunk(self.runs[batch], batch, round_number % GENERATIONS))
 
-    def finish(self, handle: int) -> None:
+    def finish(self, handle: Transfer) -> None:
         while handle not in self.ended:
             for event in _events(self.engine):
                 if event.kind is not EventKind.DONE:

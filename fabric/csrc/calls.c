@@ -119,12 +119,12 @@ uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *erro
 
 uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer,
                       const kf_remote *remote, uint64_t destination_offset, uint64_t length, uint32_t slot,
-                      uint32_t generation, kf_error *error) {
+                      uint32_t generation, uint64_t timeout_ns, kf_error *error) {
   const kf_run run = {0, 0, 1};
   const kf_schedule plan = {.layers = 1, .slot = slot, .generation = generation, .run_count = 1, .region = region,
                             .peer = peer, .remote = *remote, .source_start = source_offset,
                             .destination_start = destination_offset, .source_page_stride = length,
-                            .destination_page_stride = length, .length = length, .runs = &run};
+                            .destination_page_stride = length, .length = length, .runs = &run, .timeout_ns = timeout_ns};
   return kf_start(engine, &plan, error);
 }
 

@@ -18,7 +18,8 @@ void kf_events_close(kf_events *events) {
   (void)pthread_mutex_destroy(&events->lock);
 }
 
-static void signal_fd(int fd) {
+/* Makes an eventfd readable. */
+void kf_signal(int fd) {
   uint64_t one = 1;
   ssize_t n;
   do n = write(fd, &one, sizeof one);
@@ -40,7 +41,7 @@ void kf_events_push(kf_events *events, kf_event_node *node) {
   node->previous->next = node;
   events->head.previous = node;
   node->queued = true;
-  if (was_empty) signal_fd(events->fd);
+  if (was_empty) kf_signal(events->fd);
   pthread_mutex_unlock(&events->lock);
 }
 

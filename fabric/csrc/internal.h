@@ -99,6 +99,7 @@ typedef struct {
   int fd;             /* readable while the queue is not empty */
 } kf_events;
 
+void kf_signal(int fd);
 int kf_events_open(kf_events *events);
 void kf_events_close(kf_events *events);
 void kf_events_push(kf_events *events, kf_event_node *node);
@@ -214,8 +215,6 @@ void kf_counters_close(kf_engine *engine);
 bool kf_counters_silent(const kf_engine *engine);
 
 /* ---- transfer.c: the life of a transfer ---- */
-typedef enum { KF_WAITING, KF_POSTING, KF_DRAINING, KF_END_DONE, KF_END_CANCELLED, KF_END_FAILED, KF_STATES } kf_state;
-
 typedef struct kf_transfer {
   uint64_t id;
   uint32_t index; /* in the registry */
@@ -236,7 +235,9 @@ typedef struct kf_transfer {
   kf_path *path;            /* of the last write; it is kept to while `unsealed` */
   uint32_t unsealed;        /* writes posted after the last one whose completion means that it has landed */
   uint64_t unsealed_bytes;
-  bool ended; /* registry's lock: the last event is out, `seen_ns` and `post_ns` are fixed */
+  bool ended; /* registry's lock: the last event is out, and all of this is fixed but `notify_fd` */
+  int notify_fd; /* registry's lock: written to at the end; -1: nobody waits */
+  uint64_t deadline_ns; /* 0: none, or it has passed */
   uint64_t stalled_ns; /* since when the provider takes nothing; 0: it does */
   uint64_t *seen_ns;   /* [layers] */
   uint64_t *post_ns;   /* [layers], only when tracing */
@@ -268,6 +269,9 @@ void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what);
 void kf_transfer_lose(kf_transfer *transfer);
 void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer);
+void kf_deadlines_add(kf_engine *engine, const kf_transfer *transfer);
+bool kf_deadlines_round(kf_engine *engine);
+const char *kf_peer_name(const kf_peer *peer, char *text, size_t room);
 const char *kf_path_name(const kf_transfer *transfer, const kf_path *path, char *text, size_t room);
 
 /* ---- schedule.c, post.c, complete.c ---- */
@@ -415,6 +419,7 @@ struct kf_engine {
   kf_write *writes;
   uint32_t write_count;
   kf_write *free_writes;
+  uint64_t deadline_ns;   /* no transfer's comes earlier; 0: none has one */
   uint64_t hold_until_ns; /* earliest write that the DELAY fault holds back; 0: none */
   bool stalled;           /* the provider refused a write for want of room in the last round */
   kf_pace pace;

@@ -75,6 +75,9 @@ typedef struct {
   kf_key keys[KF_MAX_DOMAINS];
 } kf_remote;
 
+/* What a transfer does now; transfer.c has the moves. */
+typedef enum { KF_WAITING, KF_POSTING, KF_DRAINING, KF_END_DONE, KF_END_CANCELLED, KF_END_FAILED, KF_STATES } kf_state;
+
 typedef struct {
   kf_counter *counter;  /* NULL: everything may be posted at once */
   uint64_t first_value; /* layer l may be posted when the counter is at least first_value + l */
@@ -95,6 +98,7 @@ typedef struct {
   uint64_t destination_offset;
   uint64_t length;    /* bytes of the piece that travels for every page */
   const kf_run *runs; /* copied */
+  uint64_t timeout_ns; /* it fails if it has not ended so long after its start; 0: it takes what it takes */
 } kf_schedule;
 
 enum kf_event_kind { KF_ARRIVED = 1, KF_OVERRUN = 2, KF_DONE = 3, KF_CANCELLED = 4, KF_FAILED = 5 };
@@ -182,8 +186,12 @@ uint64_t kf_arrived(kf_engine *engine, uint32_t slot);
 uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *error); /* transfer id, or 0 */
 uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer,
                       const kf_remote *remote, uint64_t destination_offset, uint64_t length, uint32_t slot,
-                      uint32_t generation, kf_error *error); /* one piece at once, as one page; transfer id, or 0 */
+                      uint32_t generation, uint64_t timeout_ns, kf_error *error); /* one piece at once, as one page; transfer id, or 0 */
 int kf_cancel(kf_engine *engine, uint64_t transfer);
+/* The state, and the event as it would be now; its kind is 0 before the end. -ENOENT: released. */
+int kf_look(kf_engine *engine, uint64_t transfer, kf_event *event);
+/* An eventfd that becomes readable when the transfer ends; -1: none any more, and the former may be closed. 1: it has ended. */
+int kf_notify(kf_engine *engine, uint64_t transfer, int fd);
 int kf_trace(kf_engine *engine, uint64_t transfer, uint64_t *seen_ns, uint64_t *post_ns, uint32_t room);
 int kf_release(kf_engine *engine, uint64_t transfer); /* after its last event */
 

@@ -1,5 +1,5 @@
 /* Which way the next turn of a transfer goes: over the domain, ours and the peer's, that has the least to do. */
-#include "internal.h"
+#include "local.h"
 
 #include <stdio.h>
 
@@ -51,13 +51,24 @@ bool kf_paths_left(const kf_peer *peer) {
   return false;
 }
 
+static const char *address_name(const kf_peer *peer, const kf_path *path, char *text, size_t room) {
+  size_t length = room;
+  (void)fi_av_straddr(path->domain->av, peer->addresses[path->remote].bytes, text, &length);
+  text[room - 1] = 0;
+  return text;
+}
+
+/* For people: the peer's first address, or its seat on this host. */
+const char *kf_peer_name(const kf_peer *peer, char *text, size_t room) {
+  if (peer->path_count) return address_name(peer, &peer->paths[0], text, room);
+  snprintf(text, room, "%s on this host", peer->link ? peer->link->name : "nobody");
+  return text;
+}
+
 /* For people: which of our domains, by the address it is bound to, and which address of the peer. */
 const char *kf_path_name(const kf_transfer *transfer, const kf_path *path, char *text, size_t room) {
   char peer[KF_WAY / 2];
-  size_t length = sizeof peer;
-  const kf_address_bytes *address = &transfer->plan.peer->addresses[path->remote];
-  (void)fi_av_straddr(path->domain->av, address->bytes, peer, &length);
-  peer[sizeof peer - 1] = 0;
+  address_name(transfer->plan.peer, path, peer, sizeof peer);
   snprintf(text, room, "domain %u (%s) to %s", path->domain->index, path->domain->bind, peer);
   return text;
 }

@@ -105,6 +105,7 @@ static void sleep_now(kf_engine *e) {
 static bool round_of_work(kf_engine *e) {
   bool progress = kf_command_round(e);
   progress |= kf_schedule_watch(e); /* first: it is what the thread was woken for, and costs no system call */
+  progress |= kf_deadlines_round(e);
   progress |= kf_post_round(e);
   progress |= kf_local_round(e);
   progress |= kf_complete_round(e);

@@ -41,6 +41,8 @@ kf_transfer *kf_transfer_new(const kf_schedule *plan, bool trace) {
   transfer->node.event.slot = plan->slot;
   transfer->node.event.generation = plan->generation;
   transfer->node.event.registered_ns = kf_now();
+  transfer->notify_fd = -1;
+  if (plan->timeout_ns) transfer->deadline_ns = transfer->node.event.registered_ns + plan->timeout_ns;
   return transfer;
 }
 
@@ -61,6 +63,7 @@ void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer) {
   transfer->previous = engine->active.previous;
   transfer->previous->next = transfer;
   engine->active.previous = transfer;
+  kf_deadlines_add(engine, transfer);
   if (transfer->plan.run_count == 0) kf_transfer_stop(engine, transfer, KF_END_DONE, 0, "");
 }
 
@@ -87,6 +90,7 @@ void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer) {
   pthread_mutex_lock(&engine->registry.lock); /* over both: a release in between would free the event's node */
   transfer->ended = true;
   kf_events_push(&engine->events, &transfer->node);
+  if (transfer->notify_fd >= 0) kf_signal(transfer->notify_fd);
   pthread_mutex_unlock(&engine->registry.lock);
 }
 

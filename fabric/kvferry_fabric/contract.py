@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvferry_proto.memory import MemoryDescriptor
 
-from kvferry_fabric.events import EngineStats, Event
+from kvferry_fabric.events import EngineStats, Event, TransferState, TransferStatistics
 from kvferry_fabric.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
@@ -52,6 +52,47 @@ class CounterHandle(Closable, Protocol):
 
     def bump(self, n: int = 1) -> None:
         """Add n: what was written to registered memory before is sent after."""
+        ...
+
+
+class TransferHandle(Protocol):
+    """A transfer, from the call that started it on. It compares by identity. What it promises is said at Transfer."""
+
+    @property
+    def id(self) -> int:
+        """Unique in its engine."""
+        ...
+
+    @property
+    def peer(self) -> str:
+        """Address of the receiver's first domain."""
+        ...
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds from its start after which it fails if it has not ended; None: none."""
+        ...
+
+    @property
+    def state(self) -> TransferState:
+        """What it does now."""
+        ...
+
+    @property
+    def statistics(self) -> TransferStatistics:
+        """What has been posted of it so far."""
+        ...
+
+    def cancel(self) -> None:
+        """Post no more; the last event comes when nothing is in flight."""
+        ...
+
+    def drain(self, timeout: float | None = None) -> Event:
+        """Block until nothing is in flight and no more will be posted; the last event."""
+        ...
+
+    async def drained(self) -> Event:
+        """As drain(), for a coroutine."""
         ...
 
 
@@ -112,8 +153,8 @@ class Fabric(Protocol):
         """Pages that have come since the slot was armed."""
         ...
 
-    def schedule_layers(self, chunk: "ChunkSchedule") -> int:
-        """Register a chunk; its transfer id."""
+    def schedule_layers(self, chunk: "ChunkSchedule", *, deadline: float | None = None) -> TransferHandle:
+        """Register a chunk."""
         ...
 
     def write(
@@ -127,12 +168,9 @@ class Fabric(Protocol):
         length: int,
         slot: int,
         generation: int,
-    ) -> int:
-        """Write `length` bytes at once, as one page of the slot; its transfer id."""
-        ...
-
-    def cancel(self, transfer: int) -> None:
-        """Post no more; the last event comes when nothing is in flight."""
+        deadline: float | None = None,
+    ) -> TransferHandle:
+        """Write `length` bytes at once, as one page of the slot."""
         ...
 
     def poll(self) -> list[Event]:

@@ -12,15 +12,16 @@ from kvferry_proto.memory import MAX_DOMAINS, MemoryDescriptor
 from kvferry_fabric.contract import PeerHandle, RegionHandle
 from kvferry_fabric.device_memory import DeviceRange
 from kvferry_fabric.errors import FabricError, OutOfBoundsError
-from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind, LayerTimes
+from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle, own
 from kvferry_fabric.host import sharing_scope
 from kvferry_fabric.native import NativeEngine
 from kvferry_fabric.providers import LOCAL, choose
 from kvferry_fabric.runs import Runs
-from kvferry_fabric.schedule import ChunkSchedule
+from kvferry_fabric.schedule import ChunkSchedule, timeout_ns
 from kvferry_fabric.shared_memory import SharedMemory
 from kvferry_fabric.topology.cpuset import MOST_CPUS
+from kvferry_fabric.transfers import Transfer
 
 _BATCH = 64
 _ADDRESS_ROOM = 256
@@ -127,7 +128,7 @@ class TransferEngine:
         self._finalizer = weakref.finalize(self, self._native.close)
         self._trace = trace
         self._handles: set[_Handle] = set()
-        self._transfers: dict[int, tuple[str, int]] = {}  # address of the receiver, layers
+        self._transfers: dict[int, Transfer] = {}  # that have not ended
         self._remotes: dict[int, tuple[MemoryDescriptor, Any]] = {}
         self._lock = Lock()
         self._events = self._native.ffi.new("kf_event[]", _BATCH)
@@ -194,13 +195,25 @@ class TransferEngine:
         """Pages that have arrived for a slot since it was armed."""
         return int(self._native.lib.kf_arrived(self._native.pointer, slot))
 
-    def schedule_layers(self, chunk: ChunkSchedule) -> int:
-        """Register a chunk: each layer's pages are written once its counter says so. Returns a transfer id.
+    def schedule_layers(self, chunk: ChunkSchedule, *, deadline: float | None = None) -> Transfer:
+        """Register a chunk: each layer's pages are written once its counter says so.
 
-        An empty chunk is DONE at once. Raises OutOfBoundsError, before anything is posted, if a page leaves either
-        region, and FabricError if the descriptor is not of this peer and provider.
+        `deadline`: seconds from now after which the transfer fails, with ETIMEDOUT, if it has not ended; as always,
+        its event comes when nothing of it is in flight. An empty chunk is DONE at once. Raises OutOfBoundsError,
+        before anything is posted, if a page leaves either region, and FabricError if the descriptor is not of this
+        peer and provider; ValueError for a deadline that is not positive, or above a year.
         """
-        return self._start(chunk)
+        self._check_remote(chunk.remote, chunk.peer)
+        runs = np.ascontiguousarray(chunk.runs, dtype=np.int32).reshape(-1, 3)
+        native, error = self._native, self._native.new_error()
+        fields = {**self._fields(chunk, runs), "timeout_ns": timeout_ns(deadline)}
+        try:
+            plan = native.ffi.new("kf_schedule *", fields)
+        except OverflowError as wrong:
+            raise _too_large(wrong) from wrong
+        with self._lock:  # the event may be polled before this thread goes on
+            number = int(native.lib.kf_start(native.pointer, plan, error))
+            return self._started(number, chunk.peer, chunk.layers, deadline, error)
 
     def write(
         self,
@@ -213,24 +226,25 @@ class TransferEngine:
         length: int,
         slot: int,
         generation: int,
-    ) -> int:
-        """Write `length` bytes at once, as one page of the slot. Returns a transfer id; raises as schedule_layers()."""
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Write `length` bytes at once, as one page of the slot. Deadline and errors as in schedule_layers()."""
         self._check_remote(remote, peer)
         native, error = self._native, self._native.new_error()
         source, target = own(native, region, MemoryRegion), own(native, peer, Peer)
+        timeout = timeout_ns(deadline)
         try:
             with self._lock:  # the event may be polled before this thread goes on
-                transfer = int(
+                number = int(
                     native.lib.kf_write_one(
                         native.pointer, source, source_offset, target,
-                        self._native_remote(remote), destination_offset, length, slot, generation, error,
+                        self._native_remote(remote), destination_offset, length, slot, generation,
+                        timeout, error,
                     )
                 )  # fmt: skip
-                if transfer:
-                    self._transfers[transfer] = (peer.addresses[0], 1)
+                return self._started(number, peer, 1, deadline, error)
         except OverflowError as wrong:
             raise _too_large(wrong) from wrong
-        return self._started(transfer, error)
 
     def _native_remote(self, memory: MemoryDescriptor) -> Any:  # noqa: ANN401 - cdata
         # Made once for a descriptor: that takes 4 us, a tenth of a small write's way. Kept with it, so that its id
@@ -242,24 +256,14 @@ class TransferEngine:
             known = self._remotes[id(memory)] = (memory, self._native.ffi.new("kf_remote *", _remote(memory)))
         return known[1]
 
-    def _start(self, chunk: ChunkSchedule) -> int:
-        self._check_remote(chunk.remote, chunk.peer)
-        runs = np.ascontiguousarray(chunk.runs, dtype=np.int32).reshape(-1, 3)
-        native, error = self._native, self._native.new_error()
-        try:
-            plan = native.ffi.new("kf_schedule *", self._fields(chunk, runs))
-        except OverflowError as wrong:
-            raise _too_large(wrong) from wrong
-        with self._lock:  # the event may be polled before this thread goes on
-            transfer = int(native.lib.kf_start(native.pointer, plan, error))
-            if transfer:
-                self._transfers[transfer] = (chunk.peer.addresses[0], chunk.layers)
-        return self._started(transfer, error)
-
-    def _started(self, transfer: int, error: Any) -> int:  # noqa: ANN401 - cdata
-        if not transfer:
+    def _started(
+        self, number: int, peer: PeerHandle, layers: int, deadline: float | None, error: Any  # noqa: ANN401 - cdata
+    ) -> Transfer:  # fmt: skip
+        if not number:
             kind = OutOfBoundsError if -error.code in _REFUSED else FabricError
             raise kind(*self._native.describe(error))
+        transfer = Transfer(self._native, number, peer.addresses[0], deadline, layers if self._trace else 0)
+        self._transfers[number] = transfer
         return transfer
 
     def _check_remote(self, remote: MemoryDescriptor, peer: PeerHandle) -> None:
@@ -293,13 +297,6 @@ class TransferEngine:
             "runs": self._native.ffi.from_buffer("kf_run[]", runs),
         }
 
-    def cancel(self, transfer: int) -> None:
-        """Stop posting a transfer. Its last event follows when nothing of it is in flight any more.
-
-        That event is CANCELLED, or DONE or FAILED if it got there first. A transfer that has ended is left alone.
-        """
-        self._native.check(self._native.lib.kf_cancel(self._native.pointer, transfer), "cancel")
-
     def poll(self) -> list[Event]:
         """Return the events since the last call; does not wait."""
         native = self._native
@@ -312,37 +309,16 @@ class TransferEngine:
                     return events
 
     def _event(self, raw: Any) -> Event:  # noqa: ANN401 - cdata
-        transfer = raw.transfer
-        known = self._transfers.pop(transfer, None)
-        layers = None
-        if known is not None:
-            layers = self._layer_times(transfer, known[1]) if self._trace else None
-            self._native.check(self._native.lib.kf_release(self._native.pointer, transfer), "release")
+        if raw.transfer:
+            return self._transfers.pop(raw.transfer).finish(raw)
         return Event(
             kind=EventKind(raw.kind),
             slot=raw.slot,
             generation=raw.generation,
             pages=raw.pages,
-            transfer=transfer,
-            bytes=raw.bytes,
-            writes=raw.writes,
             first_arrival_ns=raw.first_ns,
             last_arrival_ns=raw.last_ns,
-            registered_ns=raw.registered_ns,
-            first_post_ns=raw.first_post_ns,
-            last_counter_ns=raw.last_counter_ns,
-            last_completion_ns=raw.last_completion_ns,
-            error=raw.error,
-            text=self._native.ffi.string(raw.text).decode(errors="replace"),
-            peer=known[0] if known else "",
-            layers=layers,
         )
-
-    def _layer_times(self, transfer: int, layers: int) -> LayerTimes:
-        ffi, lib = self._native.ffi, self._native.lib
-        seen, posted = ffi.new("uint64_t[]", layers), ffi.new("uint64_t[]", layers)
-        self._native.check(lib.kf_trace(self._native.pointer, transfer, seen, posted, layers), "trace")
-        return LayerTimes(tuple(seen), tuple(posted))
 
     @property
     def event_fd(self) -> int:
@@ -399,6 +375,8 @@ class TransferEngine:
         self._native.close()
         for handle in list(self._handles):
             handle.forget()
+        for transfer in self._transfers.values():
+            transfer.forget()
         self._transfers.clear()
 
     def __enter__(self) -> Self:

@@ -2,7 +2,10 @@
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvferry_fabric.contract import TransferHandle
 
 
 class EventKind(IntEnum):
@@ -18,6 +21,33 @@ class EventKind(IntEnum):
     """A cancelled transfer has nothing in flight any more: the receiver may reuse its pages."""
     FAILED = 5
     """A transfer met an error; nothing of it is in flight any more."""
+
+
+class TransferState(IntEnum):
+    """What a transfer does; the numbers are those of kf.h, the moves are in transfer.c."""
+
+    WAITING = 0
+    """For the next layer."""
+    POSTING = 1
+    DRAINING = 2
+    """Nothing more is posted; writes are in flight, or not yet known to have landed."""
+    DONE = 3
+    CANCELLED = 4
+    FAILED = 5
+
+
+class TransferStatistics(NamedTuple):
+    """What has been posted of a transfer so far. Times are monotonic ns, 0 where there is none."""
+
+    pages: int
+    """Summed over layers."""
+    bytes: int
+    writes: int
+    registered_ns: int
+    first_post_ns: int
+    last_counter_ns: int
+    """When the last layer was seen done."""
+    last_completion_ns: int
 
 
 class LayerTimes(NamedTuple):
@@ -38,8 +68,8 @@ class Event:
     generation: int
     pages: int
     """Slot events: pages that have arrived. Transfers: pages posted, summed over layers."""
-    transfer: int = 0
-    """Id of the transfer; 0 for slot events."""
+    transfer: "TransferHandle | None" = None
+    """The transfer that has ended; None for slot events."""
     bytes: int = 0
     writes: int = 0
     first_arrival_ns: int = 0

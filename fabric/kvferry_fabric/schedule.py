@@ -7,6 +7,18 @@ from kvferry_proto.memory import MemoryDescriptor
 from kvferry_fabric.contract import CounterHandle, PeerHandle, RegionHandle
 from kvferry_fabric.runs import Runs
 
+_YEAR = 366 * 86400
+
+
+def timeout_ns(deadline: float | None) -> int:
+    """A deadline in seconds as nanoseconds; 0: none. Raises ValueError if it is not positive, or above a year."""
+    if deadline is None:
+        return 0
+    if not 0 < deadline <= _YEAR:
+        msg = f"a deadline is a positive number of seconds, a year at most, not {deadline}"
+        raise ValueError(msg)
+    return max(1, int(deadline * 1e9))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkSchedule:

@@ -170,7 +170,7 @@ static void *write_half(void *argument) {
   kf_region_remote(w->to->region, &remote);
   for (uint64_t i = 0; i < PAGES / 2; i++) {
     uint64_t offset = (w->half * PAGES / 2 + i) * PAGE;
-    CHECK(kf_write_one(w->from->engine, w->from->region, offset, w->peer, &remote, offset, PAGE, 2, 7, &error));
+    CHECK(kf_write_one(w->from->engine, w->from->region, offset, w->peer, &remote, offset, PAGE, 2, 7, 0, &error));
   }
   return NULL;
 }

@@ -53,7 +53,7 @@ def table(*rows: tuple[int, int, int]) -> np.ndarray:
 def test_out_of_bounds_schedules_are_refused_with_the_run_named(pair, rows, changes, text) -> None:
     chunk = pair.chunk(np.arange(1), np.arange(1), **{"runs": table(*rows), **changes})
     if text is None:  # strides beyond all memory are fine as long as only page 0 is named
-        pair.sender.cancel(pair.sender.schedule_layers(chunk))
+        pair.sender.schedule_layers(chunk).cancel()
         rig.end_of(pair.sender)
         return
     before = pair.sender.stats()
@@ -110,7 +110,7 @@ def test_exactly_the_schedules_that_fit_are_taken(  # noqa: PLR0917 - hypothesis
         with pytest.raises(OutOfBoundsError):
             pair.sender.schedule_layers(chunk)
         return
-    pair.sender.cancel(pair.sender.schedule_layers(chunk))
+    pair.sender.schedule_layers(chunk).cancel()
     assert rig.end_of(pair.sender).pages == 0
 
 

@@ -28,10 +28,10 @@ def test_a_cancelled_transfer_posts_no_more_and_ends_once(pair) -> None:
     transfer = pair.sender.schedule_layers(pair.chunk(source, target))
     pair.counter.bump()
     rig.until(lambda: pair.receiver.arrived(1) == 10, "the first layer")
-    pair.sender.cancel(transfer)
+    transfer.cancel()
     ended = rig.end_of(pair.sender)
     assert (ended.kind, ended.transfer, ended.pages) == (EventKind.CANCELLED, transfer, 10)
-    pair.sender.cancel(transfer)
+    transfer.cancel()
     pair.counter.bump(pair.layers)
     assert pair.sender.poll() == []
     np.testing.assert_array_equal(pair.target, pair.expected(source, target, 1))
@@ -61,7 +61,7 @@ def test_a_delayed_write_waits_and_can_be_cancelled(pair) -> None:
     done = rig.end_of(pair.sender)
     assert done.first_post_ns - done.last_counter_ns >= 50_000_000
     pair.target[:] = 0xA5
-    pair.sender.cancel(pair.sender.schedule_layers(pair.chunk(source, target, layers=1)))
+    pair.sender.schedule_layers(pair.chunk(source, target, layers=1)).cancel()
     assert rig.end_of(pair.sender).kind is EventKind.CANCELLED
     assert (pair.target == 0xA5).all()
 
@@ -84,7 +84,7 @@ def test_handles_are_kept_while_a_transfer_needs_them_and_are_of_their_engine_al
     for busy in (pair.region, pair.counter):
         with pytest.raises(FabricError, match="transfers"):
             busy.close()
-    pair.sender.cancel(transfer)
+    transfer.cancel()
     rig.end_of(pair.sender)
     other = pair.receiver.new_counter()
     for wrong in (
@@ -153,9 +153,8 @@ def test_both_take_and_refuse_the_same_schedules(both, data) -> None:
     for pair in both:
         remote = msgspec.structs.replace(pair.remote.descriptor, length=room)
         try:
-            pair.sender.cancel(
-                pair.sender.schedule_layers(pair.chunk(np.arange(1), np.arange(1), runs=rows, remote=remote, **changes))
-            )
+            chunk = pair.chunk(np.arange(1), np.arange(1), runs=rows, remote=remote, **changes)
+            pair.sender.schedule_layers(chunk).cancel()
         except OutOfBoundsError:
             verdicts.append("refused")
         else:

@@ -47,7 +47,7 @@ def test_a_cancel_leaves_nothing_in_flight_in_any_domain() -> None:
         transfer = pair.sender.schedule_layers(pair.chunk(source, target, counter=None))
         pages = pair.sender.stats().pages + int(pair.random.integers(1, 300))
         rig.until(lambda pages=pages: pair.sender.stats().pages >= pages, "some pages")
-        pair.sender.cancel(transfer)
+        transfer.cancel()
         ended = rig.end_of(pair.sender)
         assert int((pair.target != 0xA5).any(axis=2).sum()) == ended.pages
         assert all(domain.in_flight_writes == 0 for domain in pair.sender.domain_stats())

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from kvferry_fabric import ChunkSchedule, EventKind, FabricError, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, EventKind, FabricError, Transfer, TransferEngine, runs
 
 HALF_SECOND_NS = 500_000_000
 OVER_SOCKETS = ("tcp", "net")
@@ -29,7 +29,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator["rig.Pair"]:
 def test_a_cancel_before_the_first_layer_posts_nothing(pair) -> None:
     source, target = pair.permuted(10)
     transfer = pair.sender.schedule_layers(pair.chunk(source, target))
-    pair.sender.cancel(transfer)
+    transfer.cancel()
     ended = rig.end_of(pair.sender)
     assert (ended.kind, ended.transfer, ended.pages) == (EventKind.CANCELLED, transfer, 0)
     pair.counter.bump(pair.layers)
@@ -44,10 +44,10 @@ def test_a_cancel_between_layers_keeps_what_was_sent_and_sends_no_more(pair) -> 
     transfer = pair.sender.schedule_layers(pair.chunk(source, target))
     pair.counter.bump()
     rig.until(lambda: pair.receiver.arrived(1) == 10, "the first layer")
-    pair.sender.cancel(transfer)
+    transfer.cancel()
     assert rig.end_of(pair.sender).pages == 10
     pair.counter.bump(pair.layers)
-    pair.sender.cancel(transfer)  # it has ended: nothing happens
+    transfer.cancel()  # it has ended: nothing happens
     rig.until(lambda: pair.sender.stats().in_flight_writes == 0, "idleness")
     np.testing.assert_array_equal(pair.target, pair.expected(source, target, 1))
     assert pair.sender.poll() == []
@@ -62,7 +62,7 @@ def test_a_delayed_write_is_held_and_can_be_cancelled(pair) -> None:
     assert done.first_post_ns - done.last_counter_ns >= HALF_SECOND_NS
     pair.target[:] = 0xA5
     transfer = pair.sender.schedule_layers(pair.chunk(source, target, layers=1))
-    pair.sender.cancel(transfer)
+    transfer.cancel()
     assert rig.end_of(pair.sender).kind is EventKind.CANCELLED
     pair.sender.fault("delay", 0)
     assert (pair.target == 0xA5).all()
@@ -127,7 +127,7 @@ def test_memory_in_use_as_a_source_stays_registered() -> None:
     for busy in (pair.region, pair.counter):
         with pytest.raises(FabricError, match="transfers"):
             busy.close()
-    pair.sender.cancel(transfer)
+    transfer.cancel()
     rig.end_of(pair.sender)
     pair.region.close()
     pair.counter.close()
@@ -146,7 +146,7 @@ class Sender:
         self.memory = np.random.default_rng(3).integers(0, 256, (pages, page), dtype=np.uint8)
         self.region = self.engine.register(memoryview(self.memory).cast("B"))
 
-    def start(self, receiver, pages: int, generation: int = 1) -> int:
+    def start(self, receiver, pages: int, generation: int = 1) -> Transfer:
         return self.engine.schedule_layers(
             ChunkSchedule(
                 counter=None, first_value=0, layers=1, region=self.region, slot=1, generation=generation,
@@ -180,7 +180,7 @@ def test_a_cancel_is_confirmed_only_when_nothing_is_in_flight(sender) -> None:
         rig.stop(other.process)
         transfer = sender.start(other, sender.pages)
         rig.until(lambda: sender.engine.stats().in_flight_writes > 0, "writes in flight")
-        sender.engine.cancel(transfer)
+        transfer.cancel()
         with pytest.raises(AssertionError, match="timed out"):
             rig.take(sender.engine, rig.ENDS, seconds=0.3)
         posted = sender.engine.stats().pages

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from kvferry_fabric import ChunkSchedule, EventKind, FabricError, SharedMemory, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, EventKind, FabricError, SharedMemory, Transfer, TransferEngine, runs
 
 PIECE = 256 << 10
 """Bytes that are copied between two looks at whether the key still holds (KF_PIECE)."""
@@ -28,7 +28,7 @@ def sender() -> Iterator[TransferEngine]:
         yield engine
 
 
-def schedule(engine: TransferEngine, region, remote, pages: np.ndarray, page: int = 4096, **changes) -> int:
+def schedule(engine: TransferEngine, region, remote, pages: np.ndarray, page: int = 4096, **changes) -> Transfer:
     """Send `pages` of the region to the same places of `remote`."""
     fields = {
         "counter": None, "first_value": 0, "layers": 1, "region": region, "slot": 1, "generation": 1, "remote": remote,
@@ -167,7 +167,7 @@ def test_a_receiver_that_is_stopped_fails_the_transfer_once_its_ring_is_full(sen
             ends.append((last := rig.end_of(sender)).kind)
         assert (last.error, "hangs or is stopped" in last.text) == (errno.ETIMEDOUT, True)
         waiting = schedule(sender, region, other.descriptor, scattered, 64)
-        sender.cancel(waiting)
+        waiting.cancel()
         assert rig.end_of(sender).kind is EventKind.CANCELLED  # nothing is in flight, running or not
         other.process.send_signal(signal.SIGCONT)
         rig.until(lambda: other.ask("stats")["stale_immediates"] >= 4096, "the ring to be drained")

@@ -8,7 +8,7 @@ from pathlib import Path
 import fabric_rig as rig
 import numpy as np
 import pytest
-from kvferry_fabric import ChunkSchedule, EventKind, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, EventKind, Transfer, TransferEngine, runs
 
 LAYERS, PAGES, PAGE = 4, 512, 4096
 SEALED = {"tcp", "net", "shm"}
@@ -42,7 +42,7 @@ def test_nothing_lands_after_a_cancel_was_confirmed_and_all_that_was_posted_has(
         goal = pair.sender.stats().pages + int(pair.random.integers(0, 400))
         transfer = pair.sender.schedule_layers(pair.chunk(source, target, counter=None))
         rig.until(lambda goal=goal: pair.sender.stats().pages >= goal, "some pages")
-        pair.sender.cancel(transfer)
+        transfer.cancel()
         ended = rig.end_of(pair.sender)
         kinds.add(ended.kind)
         assert landed(pair) == ended.pages, attempt
@@ -112,7 +112,7 @@ def test_a_receiver_killed_with_the_last_write_unconfirmed_fails_the_transfer(pr
         rig.receiver(provider, memory.nbytes) as doomed,
     ):
 
-        def start(pages: int) -> int:
+        def start(pages: int) -> Transfer:
             chunk = ChunkSchedule(
                 counter=None, first_value=0, layers=1, region=region, slot=1, generation=1, length=PAGE,
                 peer=engine.connect(doomed.descriptor.addresses), remote=doomed.descriptor, source_layer_stride=0,

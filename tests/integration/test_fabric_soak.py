@@ -51,12 +51,12 @@ class Soak:
         transfer = self.pair.sender.schedule_layers(chunk)
         self.live[transfer] = (slot, count * self.pair.layers)
         if self.random.random() < 0.3:
-            self.pair.sender.cancel(transfer)
+            transfer.cancel()
 
     def step(self) -> None:
         self.pair.counter.bump(int(self.random.integers(0, 3)))
         if self.live and self.random.random() < 0.2:
-            self.pair.sender.cancel(int(self.random.choice(list(self.live))))
+            list(self.live)[self.random.integers(len(self.live))].cancel()
         for event in self.pair.sender.poll():
             self.end(event)
 
@@ -125,7 +125,7 @@ class Kills:
         self.live[transfer] = (target, pages)
         self.left -= 1
         if self.random.random() < 0.2:
-            self.sender.cancel(transfer)
+            transfer.cancel()
 
     def replace(self, number: int) -> None:
         engine, _, _, peer = self.receivers[number]

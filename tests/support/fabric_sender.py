@@ -12,7 +12,7 @@ import fabric_rig as rig
 import msgspec
 import numpy as np
 import xxhash
-from kvferry_fabric import ChunkSchedule, MemoryRegion, Peer, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, MemoryRegion, Peer, Transfer, TransferEngine, runs
 from kvferry_proto.memory import MemoryDescriptor
 
 PAGE = 4096
@@ -32,7 +32,7 @@ class Sender:
         self.remote = msgspec.json.decode(descriptor, type=MemoryDescriptor)
         self.peer = self.engine.connect(self.remote.addresses)
 
-    def send(self, pages: int, layers: int) -> int:
+    def send(self, pages: int, layers: int) -> Transfer:
         table = np.random.default_rng(6).permutation(self.memory.size // PAGE)[:pages]
         chunk = ChunkSchedule(
             counter=None, first_value=0, layers=layers, region=self.region, peer=self.peer, remote=self.remote, slot=1,

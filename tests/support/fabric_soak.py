@@ -100,7 +100,7 @@ class Soak:
         self.live[transfer] = Job(receiver, slot, self.generation, source, target)
         self.counts["started"] += 1
         if self.random.random() < 0.2:
-            self.engine.cancel(transfer)
+            transfer.cancel()
 
     def look(self) -> None:
         """Take the ends of transfers."""
@@ -127,7 +127,7 @@ class Soak:
     def cancel(self) -> None:
         """Call one transfer off."""
         if self.live:
-            self.engine.cancel(self.random.choice(list(self.live)))
+            self.random.choice(list(self.live)).cancel()
 
     def refuse(self) -> None:
         """The provider refuses one of the next writes."""
@@ -209,7 +209,7 @@ class Soak:
         """Cancel what is left, and see that nothing is held. Returns the sums."""
         self.engine.fault("fail", 0)
         for transfer in self.live:
-            self.engine.cancel(transfer)
+            transfer.cancel()
         rig.until(lambda: all(self.none_left(one) for one in self.receivers), "the last transfers")
         for receiver in self.receivers:
             stats = receiver.ask("stats")

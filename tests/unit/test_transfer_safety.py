@@ -320,7 +320,8 @@ class World:
         for _ in range(4):
             self.settle()
         for which, prefiller in enumerate(self.prefillers):
-            if any(job.transfer.awaits_confirmation for job in self.jobs_of(prefiller)):
+            awaited = any(job.transfer.awaits_confirmation for job in self.jobs_of(prefiller))
+            if awaited or prefiller.engine.stats().active_transfers:  # a write may be dropped when it has landed
                 self.lose_prefiller(which + 2)
         for job in self.jobs:
             if job.running:

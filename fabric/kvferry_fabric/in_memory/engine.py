@@ -16,7 +16,7 @@ from kvferry_fabric.in_memory.handles import Counter, Handle, PeerLink, Region
 from kvferry_fabric.in_memory.network import Network
 from kvferry_fabric.in_memory.slots import Slots
 from kvferry_fabric.in_memory.transfer import Handles, Transfer
-from kvferry_fabric.schedule import ChunkSchedule
+from kvferry_fabric.schedule import ChunkSchedule, timeout_ns
 from kvferry_fabric.shared_memory import SharedMemory
 
 H = TypeVar("H", bound=Handle)
@@ -57,7 +57,7 @@ class MemoryEngine:
 
     def register(self, memory: memoryview | SharedMemory) -> Region:
         """Register memory under a key that no other registration has."""
-        self._check_open()
+        self.check_open()
         self._keys += 1
         return Region(self, memory.buffer if isinstance(memory, SharedMemory) else memory, self._keys)
 
@@ -68,7 +68,7 @@ class MemoryEngine:
 
     def connect(self, addresses: tuple[str, ...], seat: str = "") -> PeerLink:  # noqa: ARG002 - it has no seat
         """Prepare to write to an engine; whether there is one shows when something is written to it."""
-        self._check_open()
+        self.check_open()
         if len(addresses) != 1:
             msg = f"a memory engine has one domain, not {len(addresses)}"
             raise FabricError(msg)
@@ -77,41 +77,42 @@ class MemoryEngine:
 
     def new_counter(self) -> Counter:
         """Return a layer counter that stands at 0."""
-        self._check_open()
+        self.check_open()
         return Counter(self)
 
     def expect(self, slot: int, generation: int, pages: int) -> None:
         """Arm a slot."""
-        self._check_open()
+        self.check_open()
         self._slots.expect(slot, generation, pages)
         self._signal()
 
     def disarm(self, slot: int, generation: int) -> bool:
         """Stop counting for a slot."""
-        self._check_open()
+        self.check_open()
         return self._slots.disarm(slot, generation)
 
     def arrived(self, slot: int) -> int:
         """Pages that have arrived for a slot since it was armed."""
-        self._check_open()
+        self.check_open()
         return self._slots.arrived(slot)
 
-    def schedule_layers(self, chunk: ChunkSchedule) -> int:
-        """Register a chunk. Returns a transfer id."""
-        self._check_open()
+    def schedule_layers(self, chunk: ChunkSchedule, *, deadline: float | None = None) -> Transfer:
+        """Register a chunk."""
+        self.check_open()
         counter = None if chunk.counter is None else self._own(chunk.counter, Counter)
         handles = Handles(self._own(chunk.region, Region), self._own(chunk.peer, PeerLink), counter)
         if (chunk.remote.provider, chunk.remote.addresses) != (self.provider, chunk.peer.addresses):
             msg = f"memory of {chunk.remote.provider} {chunk.remote.addresses} cannot be written through this peer"
             raise FabricError(msg)
         runs = check(chunk, handles.region.memory.nbytes)
+        timeout_ns(deadline)
         self._serial += 1
-        transfer = self._transfers[self._serial] = Transfer(self, self._serial, chunk, runs, handles)
+        transfer = self._transfers[self._serial] = Transfer(self, self._serial, chunk, runs, handles, deadline=deadline)
         if len(runs):
             self.follow()
         else:
             transfer.post()
-        return transfer.number
+        return transfer
 
     def write(
         self,
@@ -124,7 +125,8 @@ class MemoryEngine:
         length: int,
         slot: int,
         generation: int,
-    ) -> int:
+        deadline: float | None = None,
+    ) -> Transfer:
         """Write `length` bytes at once, as one page of the slot."""
         chunk = ChunkSchedule(
             counter=None, first_value=0, layers=1, region=region, peer=peer, remote=remote, slot=slot,
@@ -132,17 +134,11 @@ class MemoryEngine:
             destination_page_stride=length, length=length, source_start=source_offset,
             destination_start=destination_offset, runs=np.array([[0, 0, 1]], np.int32),
         )  # fmt: skip
-        return self.schedule_layers(chunk)
-
-    def cancel(self, transfer: int) -> None:
-        """Stop posting a transfer; its last event follows when nothing of it is in flight."""
-        self._check_open()
-        if transfer in self._transfers:
-            self._transfers[transfer].cancel()
+        return self.schedule_layers(chunk, deadline=deadline)
 
     def poll(self) -> list[Event]:
         """Return the events since the last call."""
-        self._check_open()
+        self.check_open()
         self.follow()
         taken = self._events[:]
         self._events.clear()
@@ -176,14 +172,14 @@ class MemoryEngine:
 
     def stats(self) -> EngineStats:
         """Return the engine's counts."""
-        self._check_open()
+        self.check_open()
         ended = sum(1 for event in self._events if event.transfer)
         peers = {handle.addresses[0] for handle in self.handles if isinstance(handle, PeerLink)}
         return EngineStats(
             armed_slots=len(self._slots), active_transfers=len(self._transfers), held_transfers=ended,
             in_flight_writes=sum(transfer.in_flight for transfer in self._transfers.values()),
             regions=sum(isinstance(handle, Region) for handle in self.handles),
-            peers=len(peers | {transfer.remote_address for transfer in self._transfers.values()}),
+            peers=len(peers | {transfer.peer for transfer in self._transfers.values()}),
             counters=sum(isinstance(handle, Counter) for handle in self.handles),
             stale_immediates=self._slots.stale, arrivals=self._slots.counted, local_bytes=0, sleeps=0, **self._totals,
         )  # fmt: skip
@@ -201,7 +197,10 @@ class MemoryEngine:
             return
         self.detach()
         self.closed = True
+        ended = list(self._transfers.values())
         self._transfers.clear()
+        for transfer in ended:
+            transfer.wake()
         self.network.leave(self)
         for handle in list(self.handles):
             handle.forget()
@@ -216,8 +215,9 @@ class MemoryEngine:
     # --- what the network and the transfers tell it ---
 
     def follow(self) -> None:
-        """Post what layer counters, or the end of a delay, allow."""
+        """Post what layer counters, or the end of a delay, allow; fail what is over its deadline."""
         for transfer in list(self._transfers.values()):
+            transfer.expire()
             transfer.post()
 
     def region_of(self, key: int) -> Region | None:
@@ -237,10 +237,9 @@ class MemoryEngine:
         for name, number in (("writes", 1), ("pages", pages), ("bytes", size)):
             self._totals[name] += number
 
-    def transfer_ended(self, transfer: Transfer) -> None:
+    def transfer_ended(self, transfer: Transfer, event: Event) -> None:
         """A transfer has ended: its event waits to be polled."""
-        if self._transfers.pop(transfer.number, None) is not None:
-            event = transfer.event()
+        if self._transfers.pop(transfer.id, None) is not None:
             self._totals["errors"] += bool(event.error)
             self._events.append(event)
             self._signal()
@@ -248,7 +247,7 @@ class MemoryEngine:
     def peer_is_lost(self, address: str) -> None:
         """Whoever had this address has died."""
         for transfer in list(self._transfers.values()):
-            if transfer.remote_address == address:
+            if transfer.peer == address:
                 transfer.lose()
 
     def uses(self, handle: Handle) -> bool:
@@ -266,7 +265,8 @@ class MemoryEngine:
             raise FabricError(msg)
         return handle.check_open()
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raises FabricError if it is closed."""
         if self.closed:
             msg = "the transfer engine is closed"
             raise FabricError(msg)

@@ -66,7 +66,7 @@ class Network:
         """Its bytes come to the target's memory, and its immediate after them. A revoked key makes it fail instead."""
         if write.landed:
             return
-        target = self.engines.get(write.transfer.remote_address)
+        target = self.engines.get(write.transfer.peer)
         region = target.region_of(write.transfer.plan.remote.domains[0].key) if target else None
         if target is None or region is None:
             self.fail(write, errno.EACCES if target else errno.ECONNRESET)
@@ -100,5 +100,5 @@ class Network:
             self.complete(self.flying[0] if seed is None else draw.choice(self.flying))
 
     def _fail_all_to(self, address: str) -> None:
-        for write in [write for write in self.flying if write.transfer.remote_address == address]:
+        for write in [write for write in self.flying if write.transfer.peer == address]:
             self.fail(write, errno.ECONNRESET)

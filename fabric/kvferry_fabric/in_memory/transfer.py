@@ -1,40 +1,42 @@
 """The life of a transfer in memory, as fabric/csrc/transfer.c has it: it ends only when nothing is in flight."""
 
-import enum
+import asyncio
 import errno
 import time
 from typing import TYPE_CHECKING
 
 from kvferry_proto.immediate import MAX_PAGES_PER_WRITE
 
-from kvferry_fabric.events import Event, EventKind, LayerTimes
+from kvferry_fabric.events import Event, EventKind, LayerTimes, TransferState, TransferStatistics
 from kvferry_fabric.in_memory.bounds import sides
 from kvferry_fabric.in_memory.network import Write
 from kvferry_fabric.runs import Runs
-from kvferry_fabric.schedule import ChunkSchedule
+from kvferry_fabric.schedule import ChunkSchedule, timeout_ns
 
 if TYPE_CHECKING:
     from kvferry_fabric.in_memory.engine import MemoryEngine
     from kvferry_fabric.in_memory.handles import Counter, PeerLink, Region
 
 
-class State(enum.Enum):
-    """POSTING covers the wait for a layer too: either way more may be posted."""
-
-    POSTING = enum.auto()
-    DRAINING = enum.auto()
-    ENDED = enum.auto()
+_ENDS = {
+    EventKind.DONE: TransferState.DONE,
+    EventKind.CANCELLED: TransferState.CANCELLED,
+    EventKind.FAILED: TransferState.FAILED,
+}
 
 
 class Transfer:
-    """One registered chunk."""
+    """One registered chunk, and its handle."""
 
     def __init__(
-        self, engine: "MemoryEngine", number: int, plan: ChunkSchedule, runs: Runs, handles: "Handles"
-    ) -> None:
-        self.engine, self.number, self.plan, self.handles = engine, number, plan, handles
-        self.remote_address = plan.peer.addresses[0]
-        self.state = State.POSTING
+        self, engine: "MemoryEngine", number: int, plan: ChunkSchedule, runs: Runs, handles: "Handles",
+        *, deadline: float | None,
+    ) -> None:  # fmt: skip
+        self.engine, self.id, self.plan, self.handles, self.deadline = engine, number, plan, handles, deadline
+        self.peer = plan.peer.addresses[0]
+        self._stopped = False
+        self._last: Event | None = None
+        self._waiting: list[asyncio.Future[None]] = []
         self._runs = _split(runs)
         self._end = EventKind.DONE
         self._error, self._text = 0, ""
@@ -42,8 +44,82 @@ class Transfer:
         self._pages = self._bytes = self._writes = 0
         self._seen, self._posted = [0] * plan.layers, [0] * plan.layers
         self._registered_ns = time.monotonic_ns()
+        self._deadline_ns = self._registered_ns + timeout_ns(deadline) if deadline is not None else 0
         self._first_post_ns = self._last_completion_ns = 0
         self.in_flight = 0
+
+    # --- the handle ---
+
+    def __hash__(self) -> int:
+        """Of its id: a set of transfers has the same order in every run."""
+        return self.id
+
+    @property
+    def state(self) -> TransferState:
+        """What it does now. Raises FabricError if the engine is closed."""
+        if self._last is not None:
+            return _ENDS[self._last.kind]
+        self.engine.check_open()
+        if self._stopped:
+            return TransferState.DRAINING
+        return TransferState.POSTING if self._layer < self.layers_done() else TransferState.WAITING
+
+    @property
+    def statistics(self) -> TransferStatistics:
+        """What has been posted so far."""
+        return TransferStatistics(
+            pages=self._pages, bytes=self._bytes, writes=self._writes, registered_ns=self._registered_ns,
+            first_post_ns=self._first_post_ns, last_counter_ns=self._seen[-1],
+            last_completion_ns=self._last_completion_ns,
+        )  # fmt: skip
+
+    def cancel(self) -> None:
+        """Post nothing more; an end that is near already stays what it is."""
+        if self._last is None:
+            self.engine.check_open()
+            self.stop(EventKind.CANCELLED)
+
+    def drain(self, timeout: float | None = None) -> Event:
+        """Wait for delays and the deadline. TimeoutError comes at once where nothing else can happen."""
+        until = None if timeout is None else time.monotonic_ns() + int(timeout * 1e9)
+        while (event := self._followed()) is None:
+            due = self._due_ns()
+            if not due or (until is not None and due > until):
+                msg = f"transfer {self.id} to {self.peer} does not end within {timeout} s"
+                raise TimeoutError(msg)
+            time.sleep(_seconds_to(due))
+        return event
+
+    async def drained(self) -> Event:
+        """Wait for whatever ends it."""
+        while (event := self._followed()) is None:
+            waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(waiting)
+            due = self._due_ns()
+            await asyncio.wait([waiting], timeout=_seconds_to(due) if due else None)
+        return event
+
+    def _followed(self) -> Event | None:
+        if self._last is None:
+            self.engine.check_open()
+            self.engine.follow()
+        return self._last
+
+    def _due_ns(self) -> int:
+        """When it may move by itself; 0: never."""
+        times = [self._deadline_ns] if self._deadline_ns else []
+        if not self._stopped and self._layer < self.layers_done():
+            times.append(self._seen[self._layer] + self.engine.faults["delay"])
+        return min(times, default=0)
+
+    def wake(self) -> None:
+        """Have coroutines that wait look again: it has ended, or its engine is closed."""
+        for waiting in self._waiting:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting.clear()
+
+    # --- its life ---
 
     def layers_done(self) -> int:
         """Layers that may be posted."""
@@ -57,12 +133,12 @@ class Transfer:
         done, now = self.layers_done(), time.monotonic_ns()
         for layer in range(self._layer, done):
             self._seen[layer] = self._seen[layer] or now
-        while self.state is State.POSTING and self._layer < done:
+        while not self._stopped and self._layer < done:
             if now < self._seen[self._layer] + self.engine.faults["delay"]:
                 return
             layer, self._layer = self._layer, self._layer + 1
             for run in self._runs:
-                if self.state is not State.POSTING or not self._post_run(layer, run):
+                if self._stopped or not self._post_run(layer, run):
                     return
         if self._layer == self.plan.layers or not self._runs:
             self.stop(EventKind.DONE)
@@ -111,36 +187,38 @@ class Transfer:
 
     def lose(self) -> None:
         """Its peer is gone: what is still counted as in flight was dropped on the way."""
-        if self.state is not State.ENDED:
+        if self._last is None:
             self.in_flight = 0
             self.failed_to_post(errno.ECONNRESET, "connection to the receiver was lost: the receiver has died")
 
-    def cancel(self) -> None:
-        """Post nothing more; an end that is near already stays what it is."""
-        self.stop(EventKind.CANCELLED)
+    def expire(self) -> None:
+        """Fail, if it has not ended by its deadline; what is in flight is waited for all the same."""
+        if self._deadline_ns and time.monotonic_ns() >= self._deadline_ns:
+            self._deadline_ns = 0
+            self.failed_to_post(errno.ETIMEDOUT, f"not over within {self.deadline} s: writes to {self.peer}")
 
     def stop(self, end: EventKind) -> None:
         """Post nothing more. An error that comes while draining turns any end into a failure."""
-        if self.state is State.POSTING:
-            self.state, self._end = State.DRAINING, end
+        if not self._stopped:
+            self._stopped, self._end = True, end
         elif end is EventKind.FAILED:
             self._end = end
         self.settle()
 
     def settle(self) -> None:
         """End, if nothing is in flight."""
-        if self.state is State.DRAINING and self.in_flight == 0:
-            self.state = State.ENDED
-            self.engine.transfer_ended(self)
+        if self._stopped and self.in_flight == 0 and self._last is None:
+            self._last = self._event()
+            self.engine.transfer_ended(self, self._last)
+            self.wake()
 
-    def event(self) -> Event:
-        """Its one last event."""
+    def _event(self) -> Event:
         plan = self.plan
         return Event(
-            kind=self._end, slot=plan.slot, generation=plan.generation, pages=self._pages, transfer=self.number,
+            kind=self._end, slot=plan.slot, generation=plan.generation, pages=self._pages, transfer=self,
             bytes=self._bytes, writes=self._writes, registered_ns=self._registered_ns,
             first_post_ns=self._first_post_ns, last_counter_ns=self._seen[-1],
-            last_completion_ns=self._last_completion_ns, error=self._error, text=self._text, peer=self.remote_address,
+            last_completion_ns=self._last_completion_ns, error=self._error, text=self._text, peer=self.peer,
             layers=LayerTimes(tuple(self._seen), tuple(self._posted)) if self.engine.trace else None,
         )  # fmt: skip
 
@@ -153,6 +231,10 @@ class Handles:
 
     def __contains__(self, handle: object) -> bool:
         return handle in {self.region, self.peer, self.counter}
+
+
+def _seconds_to(due_ns: int) -> float:
+    return max(0, due_ns - time.monotonic_ns()) / 1e9
 
 
 def _split(runs: Runs) -> list[tuple[int, int, int]]:

@@ -5,7 +5,7 @@ free ──last chunk registered──▶ held ──the pass has written the ro
 
 import torch
 from kvferry_engine.context_slots import ContextSlots, state_checksum
-from kvferry_fabric import Fabric
+from kvferry_fabric import Fabric, TransferHandle
 
 from kvferry_prefiller.request import Request
 
@@ -33,8 +33,8 @@ class Contexts:
         """Write the hidden state after a prompt's last token, [E]; in the forward thread, its request in a step."""
         self._slots.put(slot, state)
 
-    def send(self, request: Request) -> int:
-        """Write the row to the decoder's slot; returns the transfer. Raises FabricError."""
+    def send(self, request: Request) -> TransferHandle:
+        """Write the row to the decoder's slot. Raises FabricError."""
         order, slot = request.order, request.context_slot
         assert slot is not None
         assert order.context is not None

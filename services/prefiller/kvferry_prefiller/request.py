@@ -10,7 +10,7 @@ WAITING ──pages reserved──▶ RUNNING ──last chunk computed──▶
 import enum
 from dataclasses import dataclass, field
 
-from kvferry_fabric import Peer
+from kvferry_fabric import Peer, TransferHandle
 from kvferry_node.channels import Origin
 from kvferry_node.states import StateMachine
 from kvferry_proto.errors import RequestError
@@ -66,7 +66,7 @@ class Request:
     """Tokens whose KV is in the pages."""
     in_step: bool = False
     """A forward pass is writing its pages right now: they can't be freed before it returns."""
-    transfers: set[int] = field(default_factory=set)
+    transfers: set[TransferHandle] = field(default_factory=set)
     """Transfers of the fabric that have not ended."""
     failure: RequestError | None = None
     """Why it stops, if not by the decoder's wish."""

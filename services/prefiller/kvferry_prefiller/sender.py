@@ -7,7 +7,7 @@ writes when the model's counter says that the layer is done; no Python runs in b
 
 import numpy as np
 from kvferry_engine.worker import Worker
-from kvferry_fabric import ChunkSchedule, LayerCounter, runs
+from kvferry_fabric import ChunkSchedule, LayerCounter, TransferHandle, runs
 from kvferry_proto.shards import Piece
 
 from kvferry_prefiller.contexts import Contexts
@@ -23,7 +23,7 @@ class Sender:
         self._worker = worker
         self.contexts = contexts
         self._regions = worker.register()
-        self._by_transfer: dict[int, Request] = {}
+        self._by_transfer: dict[TransferHandle, Request] = {}
 
     @property
     def active(self) -> int:
@@ -73,7 +73,7 @@ class Sender:
         assert self.contexts is not None
         self._began(request, self.contexts.send(request))
 
-    def _began(self, request: Request, transfer: int) -> None:
+    def _began(self, request: Request, transfer: TransferHandle) -> None:
         request.transfers.add(transfer)
         self._by_transfer[transfer] = request
 
@@ -103,14 +103,14 @@ class Sender:
             runs=moves,
         )
 
-    def ended(self, transfer: int) -> Request | None:
-        """Strike a transfer off and return its request; None for one already struck."""
-        request = self._by_transfer.pop(transfer, None)
-        if request is not None:
-            request.transfers.discard(transfer)
+    def ended(self, transfer: TransferHandle | None) -> Request | None:
+        """Strike a transfer off and return its request; None for one already struck, or for a slot's event."""
+        if transfer is None or (request := self._by_transfer.pop(transfer, None)) is None:
+            return None
+        request.transfers.discard(transfer)
         return request
 
     def cancel(self, request: Request) -> None:
         """Post nothing more for a request; each of its transfers ends with an event once nothing of it is in flight."""
         for transfer in request.transfers:
-            self._worker.fabric.cancel(transfer)
+            transfer.cancel()

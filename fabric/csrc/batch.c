@@ -44,6 +44,14 @@ static void add_part(const kf_transfer *t, const kf_path *path, uint32_t layer, 
   }
 }
 
+/* Nothing of ours, at a place that the key opens: EFA wants one for 0 bytes too. */
+static void immediate_alone(const kf_transfer *t, const kf_path *path, kf_batch *b) {
+  const kf_key none = {0, 0}, *key = path ? &t->plan.remote.keys[path->remote] : &none;
+  b->remote[0] = (struct fi_rma_iov){key->base, 0, key->key};
+  b->pages = (uint32_t)t->runs[0].count;
+  b->run = 1;
+}
+
 /* As many scattered pages as the provider takes in one operation: below some tens of KiB operations are the limit.
  * Without a path, for a peer on this host, what is to be written at are offsets into its region. */
 void kf_batch_fill(const kf_engine *engine, const kf_transfer *t, const kf_path *path, kf_batch *b) {
@@ -51,6 +59,10 @@ void kf_batch_fill(const kf_engine *engine, const kf_transfer *t, const kf_path 
   b->bytes = 0;
   b->run = t->run;
   b->page = t->page;
+  if (!t->plan.region) {
+    immediate_alone(t, path, b);
+    return;
+  }
   while (b->parts < most_parts(engine, t) && b->run < t->plan.run_count && b->pages < KF_MAX_PAGES_PER_WRITE) {
     uint32_t pages = pages_at_once(engine, t, b);
     if (b->parts && b->bytes + pages * t->plan.length > most_bytes(engine, t)) break;

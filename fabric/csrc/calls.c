@@ -128,6 +128,14 @@ uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offs
   return kf_start(engine, &plan, error);
 }
 
+uint64_t kf_write_immediate(kf_engine *engine, kf_peer *peer, const kf_remote *remote, uint32_t slot, uint32_t generation,
+                            uint32_t pages, uint64_t timeout_ns, kf_error *error) {
+  const kf_run run = {0, 0, (int32_t)pages};
+  const kf_schedule plan = {.layers = 1, .slot = slot, .generation = generation, .run_count = 1, .peer = peer,
+                            .remote = *remote, .runs = &run, .timeout_ns = timeout_ns};
+  return kf_start(engine, &plan, error);
+}
+
 /* A transfer that has ended, or was released, is left alone: its last event tells how it ended. */
 static void run_cancel(kf_engine *engine, kf_command *command) {
   pthread_mutex_lock(&engine->registry.lock);

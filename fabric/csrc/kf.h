@@ -85,7 +85,7 @@ typedef struct {
   uint32_t slot;
   uint32_t generation;
   uint32_t run_count;
-  kf_region *region;
+  kf_region *region; /* NULL: no bytes travel, only an immediate that counts the pages of the one run */
   kf_peer *peer;
   kf_remote remote;
   uint64_t source_start; /* bytes from the start of the region to layer 0, page 0 */
@@ -187,6 +187,8 @@ uint64_t kf_start(kf_engine *engine, const kf_schedule *schedule, kf_error *erro
 uint64_t kf_write_one(kf_engine *engine, kf_region *region, uint64_t source_offset, kf_peer *peer,
                       const kf_remote *remote, uint64_t destination_offset, uint64_t length, uint32_t slot,
                       uint32_t generation, uint64_t timeout_ns, kf_error *error); /* one piece at once, as one page; transfer id, or 0 */
+uint64_t kf_write_immediate(kf_engine *engine, kf_peer *peer, const kf_remote *remote, uint32_t slot, uint32_t generation,
+                            uint32_t pages, uint64_t timeout_ns, kf_error *error); /* no bytes; transfer id, or 0 */
 int kf_cancel(kf_engine *engine, uint64_t transfer);
 /* The state, and the event as it would be now; its kind is 0 before the end. -ENOENT: released. */
 int kf_look(kf_engine *engine, uint64_t transfer, kf_event *event);

@@ -59,7 +59,7 @@ static int write_batch(kf_engine *engine, kf_transfer *t, const kf_map *map, con
   if (rc) return rc;
   t->copied = to < b->bytes ? to : 0;
   if (t->copied) return -EINPROGRESS;
-  if (kf_faults_corrupt(&engine->faults)) rc = corrupt(board, map, b);
+  if (b->parts && kf_faults_corrupt(&engine->faults)) rc = corrupt(board, map, b);
   if (rc == 0) kf_board_put(board, kf_immediate_pack(t->plan.slot, t->plan.generation, b->pages));
   return rc;
 }

@@ -20,7 +20,7 @@ static ssize_t post(const kf_transfer *t, const kf_path *path, const kf_batch *b
                                .iov_count = b->parts,
                                .addr = path->address,
                                .rma_iov = b->remote,
-                               .rma_iov_count = b->parts,
+                               .rma_iov_count = b->parts ? b->parts : 1,
                                .context = &write->context,
                                .data = kf_immediate_pack(t->plan.slot, t->plan.generation, b->pages)};
   uint64_t flags = FI_COMPLETION | FI_REMOTE_CQ_DATA | (seal ? FI_DELIVERY_COMPLETE : 0);
@@ -31,7 +31,7 @@ static ssize_t post_with_faults(kf_engine *engine, const kf_transfer *t, const k
                                 kf_write *write, bool seal) {
   if (__builtin_expect(atomic_load_explicit(&engine->faults.on, memory_order_relaxed), false)) {
     if (kf_faults_fail(&engine->faults)) return -FI_EIO;
-    if (!t->plan.region->on_device && kf_faults_corrupt(&engine->faults)) write->flipped = (unsigned char *)b->local[0].iov_base + b->bytes / b->parts / 2;
+    if (b->parts && !t->plan.region->on_device && kf_faults_corrupt(&engine->faults)) write->flipped = (unsigned char *)b->local[0].iov_base + b->bytes / b->parts / 2;
   }
   if (write->flipped) *write->flipped ^= 0xff;
   ssize_t rc = post(t, path, b, write, seal);

@@ -32,23 +32,33 @@ static int check_pages(const side *s, const kf_schedule *plan, uint32_t run, int
 }
 
 static int check_fields(const kf_schedule *plan, kf_error *error) {
-  if (!plan->region || !plan->peer) return kf_fail(error, -EINVAL, "a transfer needs a memory region and a peer");
+  if (!plan->peer) return kf_fail(error, -EINVAL, "a transfer needs a peer");
   if (plan->remote.domains != plan->peer->domains)
     return kf_fail(error, -EINVAL, "memory of %u domains does not belong to a peer of %u", plan->remote.domains,
                    plan->peer->domains);
   if (plan->remote.domains == 0 && !plan->remote.local_key)
     return kf_fail(error, -EINVAL, "memory that is not shared cannot be written to by peers on its host");
   if (plan->layers == 0) return kf_fail(error, -EINVAL, "a transfer needs at least one layer");
-  if (plan->length == 0) return kf_fail(error, -EINVAL, "a transfer's piece is empty");
   if (plan->slot >= KF_MAX_SLOTS) return kf_fail(error, -EINVAL, "slot %u is not below %d", plan->slot, KF_MAX_SLOTS);
   if (plan->generation >= KF_MAX_GENERATIONS)
     return kf_fail(error, -EINVAL, "generation %u is not below %d", plan->generation, KF_MAX_GENERATIONS);
   return 0;
 }
 
+static int check_immediate(const kf_schedule *plan, kf_error *error) {
+  if (plan->layers != 1 || plan->length != 0 || plan->run_count != 1)
+    return kf_fail(error, -EINVAL, "a transfer of pages needs a memory region");
+  int64_t pages = plan->runs[0].count;
+  if (pages < 0 || pages > KF_MAX_PAGES_PER_WRITE)
+    return kf_fail(error, -EINVAL, "an immediate counts at most %d pages", KF_MAX_PAGES_PER_WRITE);
+  return 0;
+}
+
 int kf_schedule_check(const kf_schedule *plan, kf_error *error) {
   int rc = check_fields(plan, error);
   if (rc) return rc;
+  if (!plan->region) return check_immediate(plan, error);
+  if (plan->length == 0) return kf_fail(error, -EINVAL, "a transfer's piece is empty");
   const side source = {"source", plan->source_start, plan->source_layer_stride, plan->source_page_stride,
                        plan->source_offset, plan->region->length};
   const side target = {"destination", plan->destination_start, plan->destination_layer_stride,

@@ -55,7 +55,7 @@ void kf_transfer_free(kf_transfer *transfer) {
 
 void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer) {
   kf_health_check(engine, kf_now());
-  transfer->plan.region->readers++;
+  if (transfer->plan.region) transfer->plan.region->readers++;
   transfer->plan.peer->users++;
   transfer->by_link = transfer->plan.peer->link && transfer->plan.remote.local_key;
   if (transfer->plan.counter) transfer->plan.counter->waiters++;
@@ -70,7 +70,7 @@ void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer) {
 static void leave(kf_engine *engine, kf_transfer *transfer) {
   transfer->next->previous = transfer->previous;
   transfer->previous->next = transfer->next;
-  transfer->plan.region->readers--;
+  if (transfer->plan.region) transfer->plan.region->readers--;
   if (transfer->plan.counter) transfer->plan.counter->waiters--;
   if (kf_peers_drop(engine, transfer->plan.peer, NULL)) kf_add(&engine->errors, 1);
 }

@@ -17,7 +17,7 @@ from kvferry_fabric.events import (
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer
 from kvferry_fabric.providers import PROVIDERS, providers, takes_device_memory
 from kvferry_fabric.runs import Runs, runs
-from kvferry_fabric.schedule import ChunkSchedule
+from kvferry_fabric.schedule import ChunkSchedule, PagedWrite
 from kvferry_fabric.shared_memory import SharedMemory
 from kvferry_fabric.transfers import Transfer
 
@@ -38,6 +38,7 @@ __all__ = [
     "LayerTimes",
     "MemoryRegion",
     "OutOfBoundsError",
+    "PagedWrite",
     "Peer",
     "PeerHandle",
     "RegionHandle",

@@ -13,7 +13,7 @@ from kvferry_fabric.events import EngineStats, Event, TransferState, TransferSta
 from kvferry_fabric.shared_memory import SharedMemory
 
 if TYPE_CHECKING:
-    from kvferry_fabric.schedule import ChunkSchedule
+    from kvferry_fabric.schedule import ChunkSchedule, PagedWrite
 
 
 class Closable(Protocol):
@@ -171,6 +171,23 @@ class Fabric(Protocol):
         deadline: float | None = None,
     ) -> TransferHandle:
         """Write `length` bytes at once, as one page of the slot."""
+        ...
+
+    def write_pages(self, pages: "PagedWrite", *, deadline: float | None = None) -> TransferHandle:
+        """Write pages of every layer at once."""
+        ...
+
+    def write_immediate(
+        self,
+        *,
+        peer: PeerHandle,
+        remote: MemoryDescriptor,
+        slot: int,
+        generation: int,
+        pages: int = 1,
+        deadline: float | None = None,
+    ) -> TransferHandle:
+        """Write no bytes, and count as `pages` pages of the slot."""
         ...
 
     def poll(self) -> list[Event]:

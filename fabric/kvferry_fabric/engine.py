@@ -18,7 +18,7 @@ from kvferry_fabric.host import sharing_scope
 from kvferry_fabric.native import NativeEngine
 from kvferry_fabric.providers import LOCAL, choose
 from kvferry_fabric.runs import Runs
-from kvferry_fabric.schedule import ChunkSchedule, timeout_ns
+from kvferry_fabric.schedule import ChunkSchedule, PagedWrite, timeout_ns
 from kvferry_fabric.shared_memory import SharedMemory
 from kvferry_fabric.topology.cpuset import MOST_CPUS
 from kvferry_fabric.transfers import Transfer
@@ -242,6 +242,41 @@ class TransferEngine:
                         timeout, error,
                     )
                 )  # fmt: skip
+                return self._started(number, peer, 1, deadline, error)
+        except OverflowError as wrong:
+            raise _too_large(wrong) from wrong
+
+    def write_pages(self, pages: PagedWrite, *, deadline: float | None = None) -> Transfer:
+        """Write pages of every layer at once. Deadline and errors as in schedule_layers()."""
+        return self.schedule_layers(pages.after(None, 0), deadline=deadline)
+
+    def write_immediate(
+        self,
+        *,
+        peer: PeerHandle,
+        remote: MemoryDescriptor,
+        slot: int,
+        generation: int,
+        pages: int = 1,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Write no bytes, and count as `pages` pages of the slot, 0 to 4095. The key of `remote` must be open.
+
+        Deadline and errors as in schedule_layers(). FabricError with provider shm, which never completes such a write.
+        """
+        self._check_remote(remote, peer)
+        if self.provider == "shm":
+            msg = "provider shm does not complete writes of no bytes"
+            raise FabricError(msg, 95)
+        native, error, timeout = self._native, self._native.new_error(), timeout_ns(deadline)
+        target, there = own(native, peer, Peer), self._native_remote(remote)
+        try:
+            with self._lock:  # the event may be polled before this thread goes on
+                number = int(
+                    native.lib.kf_write_immediate(
+                        native.pointer, target, there, slot, generation, pages, timeout, error
+                    )
+                )
                 return self._started(number, peer, 1, deadline, error)
         except OverflowError as wrong:
             raise _too_large(wrong) from wrong

@@ -1,6 +1,6 @@
 """The description of one chunk's transfer to one destination rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from kvferry_proto.memory import MemoryDescriptor
 
@@ -21,17 +21,13 @@ def timeout_ns(deadline: float | None) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkSchedule:
-    """Pages of a chunk that go to one receiver, layer by layer, as the counter moves. Sizes are bytes.
+class PagedWrite:
+    """Pages of every layer that go to one receiver. Sizes are bytes.
 
     The piece of page p in layer l lies `start + l * layer_stride + p * page_stride + offset` bytes into the region,
     on either side with that side's numbers, and is `length` bytes long.
     """
 
-    counter: CounterHandle | None
-    """None: every layer may be posted at once."""
-    first_value: int
-    """Layer l may be posted once the counter is at least first_value + l."""
     layers: int
     region: RegionHandle
     """Local memory that the pages are read from."""
@@ -51,3 +47,18 @@ class ChunkSchedule:
     source_start: int = 0
     """Bytes from the start of the region to layer 0, page 0."""
     destination_start: int = 0
+
+    def after(self, counter: CounterHandle | None, first_value: int) -> "ChunkSchedule":
+        """The same pages, layer by layer, as a counter moves."""
+        pages = {each.name: getattr(self, each.name) for each in fields(PagedWrite)}
+        return ChunkSchedule(**pages, counter=counter, first_value=first_value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkSchedule(PagedWrite):
+    """Pages of a chunk that leave layer by layer, as the counter moves."""
+
+    counter: CounterHandle | None
+    """None: every layer may be posted at once."""
+    first_value: int
+    """Layer l may be posted once the counter is at least first_value + l."""

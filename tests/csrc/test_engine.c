@@ -9,6 +9,7 @@
 #include <pthread.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -193,6 +194,47 @@ static void small_writes_of_two_threads(side *from, side *to, kf_peer *peer) {
   CHECK(!memcmp(to->memory, from->memory, PAGES * PAGE));
 }
 
+/* A transfer whose layers never come, looked at by another thread than the one that ends it. */
+static void looked_at_until_its_deadline(side *from, side *to, kf_peer *peer) {
+  kf_run run = {0, 0, 3};
+  kf_event event;
+  kf_error error;
+  uint64_t signalled = 0;
+  int state, fd = eventfd(0, EFD_CLOEXEC);
+  kf_schedule plan = plan_of(from, to, peer, &run, 1);
+  plan.timeout_ns = 20000000;
+  uint64_t id = kf_start(from->engine, &plan, &error);
+  CHECK(fd >= 0 && id && kf_notify(from->engine, id, fd) == 0);
+  while ((state = kf_look(from->engine, id, &event)) < KF_END_DONE) CHECK(state == KF_WAITING && event.kind == 0);
+  CHECK(state == KF_END_FAILED && event.kind == KF_FAILED && event.error == ETIMEDOUT && event.pages == 0);
+  CHECK(strstr(event.text, "not over within 0.020 s") && kf_notify(from->engine, id, -1) == 1);
+  CHECK(read(fd, &signalled, sizeof signalled) == sizeof signalled && signalled == 1 && close(fd) == 0);
+  take(from->engine, &event);
+  CHECK(event.transfer == id && kf_release(from->engine, id) == 0);
+  CHECK(kf_look(from->engine, id, &event) == -ENOENT && kf_notify(from->engine, id, -1) == -ENOENT);
+}
+
+/* Nothing but a count, even one of none. */
+static void immediates_alone(side *from, side *to, kf_peer *peer) {
+  kf_event event;
+  kf_error error;
+  kf_remote remote;
+  kf_region_remote(to->region, &remote);
+  memset(to->memory, 0x5A, SIZE);
+  CHECK(kf_expect(to->engine, 3, 9, 5) == 0);
+  CHECK(kf_write_immediate(from->engine, peer, &remote, 3, 9, 0, 0, &error));
+  CHECK(kf_write_immediate(from->engine, peer, &remote, 3, 9, 5, 0, &error));
+  CHECK(!kf_write_immediate(from->engine, peer, &remote, 3, 9, KF_MAX_PAGES_PER_WRITE + 1, 0, &error));
+  CHECK(error.code == -EINVAL);
+  for (int i = 0; i < 2; i++) {
+    take(from->engine, &event);
+    CHECK(event.kind == KF_DONE && event.bytes == 0 && event.writes == 1 && kf_release(from->engine, event.transfer) == 0);
+  }
+  take(to->engine, &event);
+  CHECK(event.kind == KF_ARRIVED && event.pages == 5 && kf_disarm(to->engine, 3, 9) == 1);
+  for (int i = 0; i < SIZE; i++) CHECK(to->memory[i] == 0x5A);
+}
+
 /* One side goes away while the other is writing to it, and then the writer in the middle of its failed transfers. */
 static void closing_in_the_middle(void) {
   kf_run runs[PAGES];
@@ -226,6 +268,8 @@ int main(int argc, char **argv) {
   bytes_are_right(&from, &to, peer);
   cancels_from_another_thread(&from, &to, peer);
   small_writes_of_two_threads(&from, &to, peer);
+  looked_at_until_its_deadline(&from, &to, peer);
+  immediates_alone(&from, &to, peer);
   CHECK(kf_disconnect(from.engine, peer, &error) == 0 && kf_counter_free(counter, &error) == 0);
   counter = NULL;
   kf_stats(from.engine, &stats);

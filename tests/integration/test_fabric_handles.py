@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import fabric_rig as rig
 import numpy as np
 import pytest
-from kvferry_fabric import EventKind, FabricError, TransferState
+from kvferry_fabric import EventKind, FabricError, OutOfBoundsError, TransferState
 
 ENGINES = ("memory", *dict.fromkeys((rig.PROVIDERS[0], rig.PROVIDERS[-1])))
 
@@ -137,3 +137,32 @@ def test_threads_wait_while_another_takes_the_events() -> None:
             thread.join()
     assert [event.kind for event in ends] == [EventKind.DONE] * 60
     pair.close()
+
+
+def test_pages_of_every_layer_go_at_once(pair) -> None:
+    source, target = pair.permuted(10)
+    pair.receiver.expect(1, 1, 10 * pair.layers)
+    done = pair.sender.write_pages(pair.chunk(source, target), deadline=60).drain(15)  # the counter stands at 0
+    assert (done.kind, done.pages) == (EventKind.DONE, 10 * pair.layers)
+    rig.take(pair.receiver, {EventKind.ARRIVED})
+    np.testing.assert_array_equal(pair.target, pair.expected(source, target))
+
+
+def test_an_immediate_alone_counts_and_writes_nothing(pair) -> None:
+    where = {"peer": pair.peer, "remote": pair.remote.descriptor, "slot": 5, "generation": 3}
+    pair.receiver.expect(5, 3, 8)
+    transfers = [pair.sender.write_immediate(**where, pages=pages) for pages in (0, 7)]
+    transfers.append(pair.sender.write_immediate(**where))
+    for transfer in transfers:
+        done = transfer.drain(15)
+        assert (done.kind, done.bytes, done.writes) == (EventKind.DONE, 0, 1)
+    [arrived] = rig.take(pair.receiver, {EventKind.ARRIVED})
+    assert (arrived.slot, arrived.pages) == (5, 8)
+    assert (pair.target == 0xA5).all()
+    pair.sender.fault("corrupt", 1)  # there is no byte to turn
+    assert pair.sender.write_immediate(**where, pages=0).drain(15).kind is EventKind.DONE
+    for wrong in ({"pages": 4096}, {"pages": -1}, {"slot": 1024}, {"generation": 1024}):
+        with pytest.raises(OutOfBoundsError):
+            pair.sender.write_immediate(**{**where, **wrong})
+    with pytest.raises(FabricError, match="cannot be written through"):
+        pair.sender.write_immediate(**{**where, "remote": pair.region.descriptor})

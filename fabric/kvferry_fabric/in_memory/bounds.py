@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from kvferry_proto.immediate import MAX_GENERATIONS, MAX_SLOTS
+from kvferry_proto.immediate import MAX_GENERATIONS, MAX_PAGES_PER_WRITE, MAX_SLOTS
 
 from kvferry_fabric.errors import OutOfBoundsError
 from kvferry_fabric.runs import Runs
@@ -66,16 +66,28 @@ def check(chunk: ChunkSchedule, room: int) -> Runs:
     return runs
 
 
+def check_immediate(slot: int, generation: int, pages: int) -> Runs:
+    """Return the one run of a write of no bytes, int32 [1, 3]. Raises OutOfBoundsError if its immediate can't be."""
+    if not 0 <= pages <= MAX_PAGES_PER_WRITE:
+        _refuse(f"an immediate counts 0 to {MAX_PAGES_PER_WRITE} pages, not {pages}")
+    _check_slot(slot, generation)
+    return np.array([[0, 0, pages]], np.int32)
+
+
 def _check_fields(chunk: ChunkSchedule) -> None:
     for name in _NUMBERS:
         if not 0 <= getattr(chunk, name) < 1 << 64:
             _refuse(f"a transfer's numbers must not be negative and fit 64 bits: {name} is {getattr(chunk, name)}")
     if chunk.layers < 1 or chunk.length < 1:
         _refuse("a transfer needs at least one layer, and a piece that is not empty")
-    if not 0 <= chunk.slot < MAX_SLOTS:
-        _refuse(f"slot {chunk.slot} is not below {MAX_SLOTS}")
-    if not 0 <= chunk.generation < MAX_GENERATIONS:
-        _refuse(f"generation {chunk.generation} is not below {MAX_GENERATIONS}")
+    _check_slot(chunk.slot, chunk.generation)
+
+
+def _check_slot(slot: int, generation: int) -> None:
+    if not 0 <= slot < MAX_SLOTS:
+        _refuse(f"slot {slot} is not below {MAX_SLOTS}")
+    if not 0 <= generation < MAX_GENERATIONS:
+        _refuse(f"generation {generation} is not below {MAX_GENERATIONS}")
 
 
 def _check_run(chunk: ChunkSchedule, side: Side, number: int, first: int, count: int) -> None:

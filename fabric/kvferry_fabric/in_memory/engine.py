@@ -11,12 +11,13 @@ from kvferry_proto.memory import MemoryDescriptor
 from kvferry_fabric.contract import PeerHandle, RegionHandle
 from kvferry_fabric.errors import FabricError
 from kvferry_fabric.events import EngineStats, Event
-from kvferry_fabric.in_memory.bounds import check
-from kvferry_fabric.in_memory.handles import Counter, Handle, PeerLink, Region
+from kvferry_fabric.in_memory.bounds import check, check_immediate
+from kvferry_fabric.in_memory.handles import Counter, Handle, NoMemory, PeerLink, Region
 from kvferry_fabric.in_memory.network import Network
 from kvferry_fabric.in_memory.slots import Slots
 from kvferry_fabric.in_memory.transfer import Handles, Transfer
-from kvferry_fabric.schedule import ChunkSchedule, timeout_ns
+from kvferry_fabric.runs import Runs
+from kvferry_fabric.schedule import ChunkSchedule, PagedWrite, timeout_ns
 from kvferry_fabric.shared_memory import SharedMemory
 
 H = TypeVar("H", bound=Handle)
@@ -101,10 +102,35 @@ class MemoryEngine:
         self.check_open()
         counter = None if chunk.counter is None else self._own(chunk.counter, Counter)
         handles = Handles(self._own(chunk.region, Region), self._own(chunk.peer, PeerLink), counter)
-        if (chunk.remote.provider, chunk.remote.addresses) != (self.provider, chunk.peer.addresses):
-            msg = f"memory of {chunk.remote.provider} {chunk.remote.addresses} cannot be written through this peer"
-            raise FabricError(msg)
-        runs = check(chunk, handles.region.memory.nbytes)
+        self._check_remote(chunk.remote, chunk.peer)
+        return self._start(chunk, check(chunk, handles.region.memory.nbytes), handles, deadline)
+
+    def write_pages(self, pages: PagedWrite, *, deadline: float | None = None) -> Transfer:
+        """Write pages of every layer at once."""
+        return self.schedule_layers(pages.after(None, 0), deadline=deadline)
+
+    def write_immediate(
+        self,
+        *,
+        peer: PeerHandle,
+        remote: MemoryDescriptor,
+        slot: int,
+        generation: int,
+        pages: int = 1,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Write no bytes, and count as `pages` pages of the slot."""
+        self.check_open()
+        runs, nothing = check_immediate(slot, generation, pages), NoMemory(self)
+        self._check_remote(remote, peer)
+        chunk = ChunkSchedule(
+            counter=None, first_value=0, layers=1, region=nothing, peer=peer, remote=remote, slot=slot,
+            generation=generation, source_layer_stride=0, destination_layer_stride=0, source_page_stride=0,
+            destination_page_stride=0, length=0, runs=runs,
+        )  # fmt: skip
+        return self._start(chunk, runs, Handles(nothing, self._own(peer, PeerLink), None), deadline)
+
+    def _start(self, chunk: ChunkSchedule, runs: Runs, handles: Handles, deadline: float | None) -> Transfer:
         timeout_ns(deadline)
         self._serial += 1
         transfer = self._transfers[self._serial] = Transfer(self, self._serial, chunk, runs, handles, deadline=deadline)
@@ -113,6 +139,11 @@ class MemoryEngine:
         else:
             transfer.post()
         return transfer
+
+    def _check_remote(self, remote: MemoryDescriptor, peer: PeerHandle) -> None:
+        if (remote.provider, remote.addresses) != (self.provider, peer.addresses):
+            msg = f"memory of {remote.provider} {remote.addresses} cannot be written through this peer"
+            raise FabricError(msg)
 
     def write(
         self,

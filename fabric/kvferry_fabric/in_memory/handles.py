@@ -67,6 +67,14 @@ class Region(Handle):
         super().__init__(engine)
 
 
+class NoMemory(Region):
+    """What a write of no bytes is read from; nobody is given it."""
+
+    def __init__(self, engine: "MemoryEngine") -> None:
+        super().__init__(engine, memoryview(bytearray()), 0)
+        self.forget()
+
+
 class PeerLink(Handle):
     """An engine that can be written to. Closing it takes effect when its transfers have ended."""
 

@@ -148,7 +148,7 @@ class Transfer:
             self.failed_to_post(errno.EIO, f"write of layer {layer} could not be posted")
             return False
         write = Write(self, layer, self._pieces(layer, run))
-        if self.engine.due("corrupt"):
+        if self.plan.length and self.engine.due("corrupt"):
             offset, data = write.pieces[0]
             write.pieces[0] = (offset, bytes([data[0] ^ 0xFF]) + data[1:])
         now = time.monotonic_ns()
@@ -242,5 +242,5 @@ def _split(runs: Runs) -> list[tuple[int, int, int]]:
     return [
         (source + start, target + start, min(MAX_PAGES_PER_WRITE, count - start))
         for source, target, count in runs.tolist()
-        for start in range(0, count, MAX_PAGES_PER_WRITE)
+        for start in range(0, max(1, count), MAX_PAGES_PER_WRITE)
     ]

@@ -7,7 +7,7 @@ writes when the model's counter says that the layer is done; no Python runs in b
 
 import numpy as np
 from kvferry_engine.worker import Worker
-from kvferry_fabric import ChunkSchedule, LayerCounter, TransferHandle, runs
+from kvferry_fabric import LayerCounter, PagedWrite, TransferHandle, runs
 from kvferry_proto.shards import Piece
 
 from kvferry_prefiller.contexts import Contexts
@@ -65,8 +65,11 @@ class Sender:
         destination = np.frombuffer(request.order.pages, np.int32)[table.start - first : table.stop - first]
         moves = runs(pages, destination)
         for piece in request.pieces:
-            schedule = self._schedule(request, piece, moves, counter, first_value)
-            self._began(request, self._worker.fabric.schedule_layers(schedule))
+            writes, fabric = self._writes(request, piece, moves), self._worker.fabric
+            if counter is None:
+                self._began(request, fabric.write_pages(writes))
+            else:
+                self._began(request, fabric.schedule_layers(writes.after(counter, first_value)))
 
     def send_context(self, request: Request) -> None:
         """Send the hidden state after the prompt's last token, which the last pass has put. Raises FabricError."""
@@ -77,15 +80,11 @@ class Sender:
         request.transfers.add(transfer)
         self._by_transfer[transfer] = request
 
-    def _schedule(
-        self, request: Request, piece: Piece, moves: np.ndarray, counter: LayerCounter | None, first_value: int
-    ) -> ChunkSchedule:
+    def _writes(self, request: Request, piece: Piece, moves: np.ndarray) -> PagedWrite:
         pool, order = self._worker.pool, request.order
         remote = order.memory[piece.destination_rank]
         page_bytes = order.layout.page_bytes
-        return ChunkSchedule(
-            counter=counter,
-            first_value=first_value,
+        return PagedWrite(
             layers=order.layout.layers,
             region=self._regions[piece.source_rank],
             peer=request.peers[piece.destination_rank],

@@ -59,6 +59,7 @@ static int open_all(kf_domain *d, const kf_options *options, kf_error *error) {
       return kf_fail(error, rc, "cannot open the %s of provider '%s' (bind address %s): %s", steps[i].what,
                      options->provider, d->bind, fi_strerror(-rc));
   kf_link_find(d);
+  if (d->provider->over_sockets) (void)kf_sockets_keep_alive(d, options->silence_ns); /* without, fds are kept longer */
   return 0;
 }
 

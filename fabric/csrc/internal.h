@@ -204,6 +204,7 @@ bool kf_path_usable(const kf_path *path);
 void kf_link_find(kf_domain *domain);
 bool kf_link_is_up(const char *interface);
 int kf_sockets_abort(const kf_domain *domain, const kf_address_bytes *peer);
+int kf_sockets_keep_alive(const kf_domain *domain, uint64_t silence_ns);
 void kf_path_add(kf_path *path, uint64_t bytes);
 void kf_path_sub(kf_path *path, uint64_t bytes);
 kf_path *kf_paths_choose(const kf_engine *engine, const kf_peer *peer);

@@ -43,7 +43,8 @@ typedef struct {
   uint32_t window;          /* the same in writes */
   uint32_t gather;          /* scattered pages in one write; 0: as many as the provider takes */
   uint64_t stall_ns;        /* a transfer that cannot post anything for this long fails */
-  uint64_t silence_ns;      /* a connection with writes in flight that confirms none for this long is cut */
+  uint64_t silence_ns;      /* a connection with writes in flight that confirms none for this long is cut; one
+                             * that was accepted is closed when its host gives no sign of life for four times as long */
   int trace;                /* keep per-layer times */
   const uint32_t *cpus;     /* logical CPUs that the thread is pinned to before it opens anything */
   uint32_t cpu_count;       /* 0: it runs wherever its opener may */

@@ -1,4 +1,5 @@
-/* What libfabric does not tell or do for providers over sockets: whether a link is up, and to cut one connection. */
+/* What libfabric does not tell or do for providers over sockets: whether a link is up, to cut one connection, and to
+ * notice that the far end of one has vanished. */
 #include "internal.h"
 
 #include <dirent.h>
@@ -6,12 +7,16 @@
 #include <net/if.h>
 #include <netdb.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
 #include <unistd.h>
+
+#define LONGEST_NS 3600000000000u /* of a silence, as TCP's options have bounds */
+#define SILENCES 4 /* an accepted connection that hears nothing for so many of them is closed */
 
 static bool same_host(const struct sockaddr *a, const struct sockaddr *b) {
   if (a->sa_family != b->sa_family) return false;
@@ -83,17 +88,48 @@ static bool cut(int fd) {
   return setsockopt(fd, SOL_SOCKET, SO_LINGER, &none, sizeof none) == 0 && shutdown(fd, SHUT_RDWR) == 0;
 }
 
-/* Cuts the domain's connections to a peer; libfabric sees them break, and ends their writes in errors. Returns how many. */
-int kf_sockets_abort(const kf_domain *domain, const kf_address_bytes *peer) {
-  struct sockaddr_storage to = {0};
+/* Returns for how many fds of this process `take` says yes. */
+static int each_fd(bool (*take)(int fd, const kf_domain *domain, const void *what), const kf_domain *domain, const void *what) {
   DIR *folder = opendir("/proc/self/fd");
   int count = 0;
   if (!folder) return -errno;
-  memcpy(&to, peer->bytes, peer->length < sizeof to ? peer->length : sizeof to);
-  for (const struct dirent *entry = readdir(folder); entry; entry = readdir(folder)) {
-    int fd = atoi(entry->d_name); /* "." and "..": 0, which is no connection of ours */
-    if (is_to(fd, domain, (struct sockaddr *)&to) && cut(fd)) count++;
-  }
+  for (const struct dirent *entry = readdir(folder); entry; entry = readdir(folder))
+    if (take(atoi(entry->d_name), domain, what)) count++; /* "." and "..": 0, which is no socket of ours */
   (void)closedir(folder);
   return count;
+}
+
+static bool cut_if_to(int fd, const kf_domain *domain, const void *peer) { return is_to(fd, domain, peer) && cut(fd); }
+
+/* Cuts the domain's connections to a peer; libfabric sees them break, and ends their writes in errors. Returns how many. */
+int kf_sockets_abort(const kf_domain *domain, const kf_address_bytes *peer) {
+  struct sockaddr_storage to = {0};
+  memcpy(&to, peer->bytes, peer->length < sizeof to ? peer->length : sizeof to);
+  return each_fd(cut_if_to, domain, &to);
+}
+
+static bool listens(int fd, const kf_domain *domain) {
+  struct sockaddr_storage near;
+  socklen_t near_length = sizeof near, flag_length = sizeof(int);
+  int listening = 0;
+  if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &flag_length) || !listening) return false;
+  if (getsockname(fd, (struct sockaddr *)&near, &near_length)) return false;
+  const struct sockaddr *own = (const struct sockaddr *)domain->address;
+  return same_host((struct sockaddr *)&near, own) && port_of((struct sockaddr *)&near) == port_of(own);
+}
+
+/* Probes where nothing was said last, a limit to retransmissions where a confirmation was. */
+static bool keep_alive(int fd, const kf_domain *domain, const void *silence_ms) {
+  const int on = 1, most_ms = SILENCES * *(const int *)silence_ms, seconds = (*(const int *)silence_ms + 999) / 1000;
+  return listens(fd, domain) && setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0 &&
+         setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds) == 0 &&
+         setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds) == 0 &&
+         setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &most_ms, sizeof most_ms) == 0;
+}
+
+/* Connections to us are only read from: one from a host that vanished without a word would be kept for ever. They inherit
+ * this from the socket that listens. Returns whether it was found, or a negative errno. */
+int kf_sockets_keep_alive(const kf_domain *domain, uint64_t silence_ns) {
+  const int silence_ms = (int)((silence_ns < LONGEST_NS ? silence_ns : LONGEST_NS) / 1000000u) + 1;
+  return each_fd(keep_alive, domain, &silence_ms);
 }

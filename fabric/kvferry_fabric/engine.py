@@ -98,6 +98,7 @@ class TransferEngine:
             window: writes in flight in a domain at most, over all transfers.
             window_bytes: no more is posted to a domain while this many bytes are in flight there; 0: as it needs.
             silence_seconds: a connection that confirms none of its writes for this long is cut; their transfers fail.
+                One from a peer is closed when its host gives no sign of life for four times as long.
             device_memory: memory of GPUs may be registered, which not every provider takes. Peers on this host are
                 then written to through the provider, too: only it reads a GPU's memory.
             stall_seconds: a transfer that cannot post anything for this long, because its peer takes nothing, fails.

@@ -134,6 +134,34 @@ def test_a_host_that_vanishes_fails_its_transfers_in_bounded_time_and_is_found_a
         made.sender.close()
 
 
+@pytest.mark.parametrize("provider", ["tcp", "net"])
+def test_a_receiver_closes_its_end_of_a_connection_from_a_host_that_vanished(hosts, provider) -> None:
+    """It never writes there, so that nothing but probes would tell."""
+    impatient = (*hosts.inside("b"), "env", "KVFERRY_TEST_SILENCE=1")
+    with rig.receiver(provider, SIZE, THEIRS[:1], impatient) as receiver:
+        made = Rig(hosts, provider, receiver, OURS[:1])
+        assert made.transfer()[0] == "DONE"
+
+        def accepted() -> int:
+            command = [*hosts.inside("b"), "ss", "-tnH"]
+            return len(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
+
+        def held() -> int:
+            return sum(
+                fd.readlink().name.startswith("socket:") for fd in Path(f"/proc/{receiver.process.pid}/fd").iterdir()
+            )
+
+        before = held()
+        assert accepted() == 1
+        hosts.ip("a", "route", "add", "blackhole", "10.77.1.2/32")
+        try:
+            rig.until(lambda: accepted() == 0 and held() == before - 1, "the receiver's end to be closed", 30)
+        finally:
+            hosts.ip("a", "route", "del", "blackhole", "10.77.1.2/32")
+        rig.until(lambda: made.transfer()[0] == "DONE", "the host's return", 30)
+        made.sender.close()
+
+
 def test_a_peer_whose_first_nic_is_dead_from_the_start_is_written_to_by_the_other(hosts) -> None:
     hosts.ip("b", "route", "add", "blackhole", "10.77.1.1/32")
     try:

@@ -2,7 +2,7 @@
 
 Commands, each answered by one line of JSON: `expect SLOT GENERATION PAGES`, `disarm SLOT GENERATION`, `wait SECONDS`
 (the kinds of the events that came), `hash` (XXH3 of its memory), `pages SLOT COUNT PAGE_BYTES PAGE...` (XXH3 of the
-named pages, once so many have come for the slot), `stats`, `quit`.
+named pages, once so many have come for the slot), `stats`, `quit`. KVFERRY_TEST_SILENCE: the engine's silence_seconds.
 """
 
 import json
@@ -59,7 +59,8 @@ def main(provider: str, size: int, domains: tuple[str, ...]) -> None:
     """Serve until `quit` or the end of stdin."""
     shared = SharedMemory.create(size, "kvferry-test")
     memory = np.frombuffer(shared.buffer, np.uint8)
-    engine = TransferEngine(provider, incarnation=2, domains=domains)
+    silence = float(os.environ.get("KVFERRY_TEST_SILENCE", "5"))
+    engine = TransferEngine(provider, incarnation=2, domains=domains, silence_seconds=silence)
     with engine, engine.register(shared) as region:
         print(json.dumps(msgspec.to_builtins(region.descriptor)), flush=True)  # noqa: T201 - the protocol
         for line in sys.stdin:

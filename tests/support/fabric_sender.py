@@ -39,7 +39,7 @@ class Sender:
             generation=1, source_layer_stride=0, destination_layer_stride=0, source_page_stride=PAGE,
             destination_page_stride=PAGE, length=PAGE, runs=runs(table, table),
         )  # fmt: skip
-        return self.engine.schedule_layers(chunk)
+        return self.engine.schedule_layers(chunk).id
 
     def obey(self, line: list[str]) -> object:
         match line:

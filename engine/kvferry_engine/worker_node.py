@@ -177,7 +177,8 @@ class WorkerNode(ABC):
         await joining
         async with running(registry.run(service.load, service.admitted)):
             self._why_not_ready = None
-            self._log.info("ready", model=self.settings.model_name, endpoint=registry.record.endpoint)
+            record = registry.record
+            self._log.info("ready", model=record.model, endpoint=record.endpoint, http=record.metrics)
             await stopping
             await self._drain(registry, service)
             await registry.leave()

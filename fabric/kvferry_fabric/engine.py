@@ -1,8 +1,7 @@
 """TransferEngine: the domains (NICs) of a device group, with the C thread that posts to them and counts."""
 
-import asyncio
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from threading import Lock
 from typing import Any, Self
 
@@ -15,6 +14,7 @@ from kvferry_fabric.errors import FabricError, OutOfBoundsError
 from kvferry_fabric.events import DomainStats, EngineStats, Event, EventKind
 from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle, own
 from kvferry_fabric.host import sharing_scope
+from kvferry_fabric.looping import Looping
 from kvferry_fabric.native import NativeEngine
 from kvferry_fabric.providers import LOCAL, choose
 from kvferry_fabric.runs import Runs
@@ -58,7 +58,7 @@ def _remote(memory: MemoryDescriptor) -> dict[str, Any]:
     return {"length": memory.length, "domains": len(keys), "keys": keys, "local_key": local_key}
 
 
-class TransferEngine:
+class TransferEngine(Looping):
     """Moves pages to other engines with one-sided writes, and counts the pages that arrive.
 
     Safe to use from several threads; close() is the exception, no other call may be running then. Nothing here holds
@@ -133,7 +133,6 @@ class TransferEngine:
         self._remotes: dict[int, tuple[MemoryDescriptor, Any]] = {}
         self._lock = Lock()
         self._events = self._native.ffi.new("kf_event[]", _BATCH)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.seat = self._native.ffi.string(self._native.lib.kf_seat(self._native.pointer)).decode()
         """Where engines on this host find this one; "" if they are to take its domains."""
         domain_addresses = tuple(self._read_address(index) for index in range(len(self.binds)))
@@ -360,23 +359,6 @@ class TransferEngine:
     def event_fd(self) -> int:
         """A file descriptor that is readable while events wait to be polled."""
         return int(self._native.lib.kf_event_fd(self._native.pointer))
-
-    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[Event], None]) -> None:
-        """Have `callback` run on `loop` for every event, in order. One that raises goes to the loop's handler."""
-        self.detach()
-
-        def ready() -> None:
-            for event in self.poll():
-                loop.call_soon(callback, event)
-
-        loop.add_reader(self.event_fd, ready)
-        self._loop = loop
-
-    def detach(self) -> None:
-        """Undo attach()."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self.event_fd)
-        self._loop = None
 
     def stats(self) -> EngineStats:
         """Return the engine's counts."""

@@ -1,8 +1,6 @@
 """MemoryEngine: the contract of TransferEngine, without a thread, a socket or a clock; for one thread."""
 
-import asyncio
 import os
-from collections.abc import Callable
 from typing import Self, TypeVar
 
 import numpy as np
@@ -16,6 +14,7 @@ from kvferry_fabric.in_memory.handles import Counter, Handle, NoMemory, PeerLink
 from kvferry_fabric.in_memory.network import Network
 from kvferry_fabric.in_memory.slots import Slots
 from kvferry_fabric.in_memory.transfer import Handles, Transfer
+from kvferry_fabric.looping import Looping
 from kvferry_fabric.runs import Runs
 from kvferry_fabric.schedule import ChunkSchedule, PagedWrite, timeout_ns
 from kvferry_fabric.shared_memory import SharedMemory
@@ -34,7 +33,7 @@ def _check_address(address: str) -> None:
         raise FabricError(msg)
 
 
-class MemoryEngine:
+class MemoryEngine(Looping):
     """Everything happens within the call that causes it, or when the test tells the network."""
 
     provider = pairing = "memory"
@@ -50,7 +49,6 @@ class MemoryEngine:
         self._serial = self._keys = 0
         self._totals = {"writes": 0, "pages": 0, "bytes": 0, "errors": 0}
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self.closed = False
         self.address = network.join(self)
 
@@ -183,23 +181,6 @@ class MemoryEngine:
     def event_fd(self) -> int:
         """A file descriptor that is readable while events wait."""
         return self._fd
-
-    def attach(self, loop: asyncio.AbstractEventLoop, callback: Callable[[Event], None]) -> None:
-        """Have `callback` run on `loop` for every event, in order."""
-        self.detach()
-
-        def ready() -> None:
-            for event in self.poll():
-                loop.call_soon(callback, event)
-
-        loop.add_reader(self._fd, ready)
-        self._loop = loop
-
-    def detach(self) -> None:
-        """Undo attach()."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.remove_reader(self._fd)
-        self._loop = None
 
     def stats(self) -> EngineStats:
         """Return the engine's counts."""

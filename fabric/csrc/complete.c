@@ -46,14 +46,16 @@ static void complete_all(kf_engine *engine, const struct fi_cq_data_entry *entri
 static void complete_failed(kf_engine *engine, kf_write *write, int error, int provider_code) {
   kf_transfer *transfer = write->transfer;
   char text[KF_TEXT], way[KF_WAY];
+  const char *cut = write->path->cut;
+  bool same_way = write->path == transfer->path; /* what is not sealed went this way */
   kf_path_name(transfer, write->path, way, sizeof way);
   kf_path_failed(engine, write->path);
   retire(engine, write, kf_now());
-  kf_transfer_lose(transfer);
+  if (same_way) kf_transfer_lose(transfer);
   if (error == FI_ECANCELED) { /* the provider flushed it with its connection */
     error = ECONNRESET;
-    snprintf(text, sizeof text, "%s: connection lost with writes in flight: the receiver has died or refused the key, or the "
-             "link is down (provider code %d)", way, provider_code);
+    snprintf(text, sizeof text, "%s: connection %s with writes in flight: %s (provider code %d)", way, cut ? "cut" : "lost",
+             cut ? cut : "the receiver has died or refused the key, or the link is down", provider_code);
   } else {
     snprintf(text, sizeof text, "%s: write did not complete: %s (provider code %d)", way, fi_strerror(error), provider_code);
   }

@@ -11,6 +11,7 @@
 
 #define MS 1000000ull
 #define CHECK_NS (100 * MS)
+#define STOOD_STILL_NS (3 * CHECK_NS)
 #define PAUSE_FIRST_NS (500 * MS)
 #define PAUSE_MOST_NS (16000 * MS)
 #define REFUSAL_NS (1 * MS) /* a path that took no write is passed over for so long */
@@ -69,10 +70,10 @@ bool kf_path_usable(const kf_path *path) {
          takes_more(&path->domain->health, atomic_load_explicit(&path->domain->in_flight, memory_order_relaxed));
 }
 
-/* Its connection is cut, so that its writes end in errors, and none of them can land once the receiver is back. */
-static void give_up(kf_engine *engine, kf_path *path, const kf_peer *peer, uint64_t now) {
+/* Its writes end in errors, and none of them can land once the receiver is back. */
+void kf_path_cut(kf_engine *engine, kf_path *path, const kf_peer *peer, const char *why) {
+  path->cut = why;
   kf_path_failed(engine, path);
-  path->progress_ns = now; /* once in so long, until the errors have come */
   if (path->domain->provider->over_sockets && kf_sockets_abort(path->domain, &peer->addresses[path->remote]) < 0)
     kf_add(&engine->errors, 1);
 }
@@ -91,13 +92,27 @@ static void check_path(kf_engine *engine, kf_path *path, const kf_peer *peer, ui
     (void)move(&path->health, KF_TRIED);
   if (path->in_flight == 0) return;
   bool cut_off = path->domain->link_down && engine->domain_count > 1; /* alone, it may come back as it was */
-  if (cut_off || now - path->progress_ns > engine->options.silence_ns) give_up(engine, path, peer, now);
+  if (!cut_off && now - path->progress_ns <= engine->options.silence_ns) return;
+  path->progress_ns = now; /* once in so long, until the errors have come */
+  kf_path_cut(engine, path, peer, cut_off ? "the link is down" : "the receiver has confirmed nothing for too long");
+}
+
+/* This thread did not run: its process was stopped or starved, or the machine stood still. What was confirmed meanwhile
+ * is yet to be read, and who was to confirm it may have stood still as well: that time is nobody's silence. */
+static void pass_over(kf_engine *engine, uint64_t missed, uint64_t now) {
+  for (kf_peer *peer = engine->peers; peer; peer = peer->next)
+    for (uint32_t i = 0; i < peer->path_count; i++) {
+      uint64_t *progress = &peer->paths[i].progress_ns;
+      *progress = now - *progress > missed ? *progress + missed : now;
+    }
 }
 
 /* Before a transfer begins, and every so often while there is something to do. */
 void kf_health_check(kf_engine *engine, uint64_t now) {
-  if (now - engine->health_check_ns < CHECK_NS) return;
+  uint64_t since = now - engine->health_check_ns;
+  if (since < CHECK_NS) return;
   engine->health_check_ns = now;
+  if (since > STOOD_STILL_NS) pass_over(engine, since - CHECK_NS, now);
   for (uint32_t i = 0; i < engine->domain_count; i++) {
     kf_domain *domain = &engine->domains[i];
     check_link(engine, domain);

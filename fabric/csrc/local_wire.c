@@ -100,12 +100,15 @@ int kf_wire_send(int fd, kf_word word, int passed) {
   return n < 0 ? -errno : 0;
 }
 
+/* One at most; the room, rounded up, may hold two, of which the second is a stranger's. */
 static int passed_in(struct msghdr *message) {
-  int fd = -1;
+  int fds[2] = {-1, -1};
   struct cmsghdr *header = CMSG_FIRSTHDR(message);
-  if (header && header->cmsg_level == SOL_SOCKET && header->cmsg_type == SCM_RIGHTS && header->cmsg_len == CMSG_LEN(sizeof fd))
-    memcpy(&fd, CMSG_DATA(header), sizeof fd);
-  return fd;
+  if (!header || header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) return -1;
+  size_t bytes = header->cmsg_len - CMSG_LEN(0);
+  memcpy(fds, CMSG_DATA(header), bytes < sizeof fds ? bytes : sizeof fds);
+  kf_local_drop_fd(fds[1]);
+  return fds[0];
 }
 
 /* 1: a word came, with `passed` to be closed or -1; 0: none has; negative: the other end is gone, or no kvferry. */

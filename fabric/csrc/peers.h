@@ -14,6 +14,7 @@ typedef struct {
   uint64_t in_flight_bytes;
   uint64_t carried_bytes;
   uint64_t progress_ns;      /* last completion, or post into silence */
+  const char *cut;           /* why we have cut it under its writes in flight; NULL: we have not */
   uint64_t refused_ns;       /* when it last took no write; 0: it took the last one */
   uint64_t refused_since_ns; /* the first such time with nothing in flight */
 } kf_path;
@@ -48,6 +49,7 @@ bool kf_paths_left(const kf_peer *peer);
 const char *kf_path_name(const kf_transfer *transfer, const kf_path *path, char *text, size_t room);
 void kf_path_failed(kf_engine *engine, kf_path *path);
 void kf_path_completed(kf_path *path, uint64_t now);
+void kf_path_cut(kf_engine *engine, kf_path *path, const kf_peer *peer, const char *why);
 void kf_path_refused(kf_engine *engine, kf_path *path);
 bool kf_path_rests(const kf_path *path);
 bool kf_path_usable(const kf_path *path);

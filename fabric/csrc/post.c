@@ -49,7 +49,10 @@ static void take_off(kf_engine *engine, kf_transfer *t, kf_path *path, kf_write 
   t->unsealed_bytes = seal ? 0 : t->unsealed_bytes + bytes;
   t->unsealed = seal ? 0 : t->unsealed + 1;
   t->in_flight++;
-  if (path->in_flight++ == 0) path->progress_ns = kf_now();
+  if (path->in_flight++ == 0) {
+    path->progress_ns = kf_now();
+    path->cut = NULL;
+  }
   path->refused_ns = path->refused_since_ns = 0;
   t->in_flight_bytes += bytes;
   t->stalled_ns = 0;
@@ -191,6 +194,7 @@ static bool flush(kf_engine *engine, kf_transfer *t) {
     return true;
   }
   if (rc == -FI_EAGAIN && !kf_post_stalled_too_long(engine, t)) return false;
+  kf_path_cut(engine, path, t->plan.peer, "the receiver takes nothing"); /* what a socket still holds is not to land either */
   kf_transfer_lose(t);
   kf_transfer_stop(engine, t, KF_END_FAILED, rc == -FI_EAGAIN ? FI_ETIMEDOUT : (int)-rc,
                    "the receiver does not confirm what was written: it has died, or its connection is lost");

@@ -1,6 +1,7 @@
 """Peers on one host: shared memory instead of a NIC, and nothing of the contract is lost by it."""
 
 import errno
+import itertools
 import json
 import os
 import signal
@@ -303,11 +304,12 @@ def test_senders_killed_while_writing_leave_nothing(sender) -> None:
 def test_a_stranger_at_the_seat_is_not_listened_to(sender) -> None:
     with rig.receiver("local", 1 << 20) as other:
         fds = open_fds(other.process)
-        for word in (b"", b"hello", os.urandom(40), b"1lvk" + bytes(36), b"1lvk\1" + bytes(35)):
+        words = (b"", b"hello", os.urandom(40), b"1lvk" + bytes(36), b"1lvk\1" + bytes(35))
+        for word, passed in itertools.product(words, (1, 2, 3)):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
                 stranger.connect("\0" + other.descriptor.addresses[0])
                 with Path("/dev/null").open(encoding="ascii") as null:
-                    socket.send_fds(stranger, [word or b"\0"], [null.fileno()])
+                    socket.send_fds(stranger, [word or b"\0"], [null.fileno()] * passed)
         region = sender.register(memoryview(bytearray(1 << 20)))
         other.ask("expect 1 1 5")
         schedule(sender, region, other.descriptor, np.arange(5))

@@ -13,6 +13,7 @@ SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 PROGRAMS = [
     ("test_slots", ()),
     ("test_transfer", ()),
+    ("test_health", ()),
     ("test_board", ()),
     ("fuzz_schedule", ("1", "100000")),
     *(("test_engine", (name,)) for name in ("tcp", "net", "shm", "local")),

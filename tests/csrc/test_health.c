@@ -1,0 +1,119 @@
+/* What silence is, and what an error on one path says of the others, without an endpoint. */
+#include "internal.h"
+
+#include "check.h"
+
+#include <string.h>
+
+#define MS 1000000ull
+#define SILENCE (1000 * MS)
+
+enum { PATHS = 2 };
+
+static const kf_provider provider = {.name = "test"};
+static kf_engine engine = {.options = {.silence_ns = SILENCE, .window = 8, .window_bytes = 4096}, .domain_count = PATHS};
+static kf_path paths[PATHS];
+static kf_peer peer = {.users = 1, .domains = 1, .path_count = PATHS, .paths = paths};
+static char memory[4096];
+static kf_region region = {.start = memory, .length = sizeof memory};
+static kf_write write_of[PATHS];
+static kf_write *broken; /* the write of the error that the queues have next */
+
+static ssize_t read_queue(struct fid_cq *queue, void *entries, size_t count) {
+  (void)queue, (void)entries, (void)count;
+  return broken ? -FI_EAVAIL : -FI_EAGAIN;
+}
+
+static ssize_t read_error(struct fid_cq *queue, struct fi_cq_err_entry *entry, uint64_t flags) {
+  (void)queue, (void)flags;
+  *entry = (struct fi_cq_err_entry){.op_context = broken, .err = FI_ECANCELED};
+  broken = NULL;
+  return 1;
+}
+
+static const char *name_address(struct fid_av *av, const void *address, char *text, size_t *length) {
+  (void)av, (void)address, (void)length;
+  return strcpy(text, "somebody");
+}
+
+static struct fi_ops_cq queue_calls = {.size = sizeof queue_calls, .read = read_queue, .readerr = read_error};
+static struct fi_ops_av address_calls = {.size = sizeof address_calls, .straddr = name_address};
+static struct fid_cq queue = {.ops = &queue_calls};
+static struct fid_av addresses = {.ops = &address_calls};
+
+static void open_engine(void) {
+  engine.active.next = engine.active.previous = &engine.active;
+  engine.peers = &peer;
+  CHECK(kf_events_open(&engine.events) == 0 && kf_registry_open(&engine.registry) == 0);
+  for (uint32_t i = 0; i < PATHS; i++) {
+    engine.domains[i].provider = &provider;
+    engine.domains[i].cq = &queue;
+    engine.domains[i].av = &addresses;
+    paths[i] = (kf_path){.domain = &engine.domains[i]};
+  }
+}
+
+/* Looks every 100 ms, from `from` on for so long. Returns why path 0 was cut, if it was. */
+static const char *watch(uint64_t from, uint64_t how_long) {
+  for (uint64_t now = from; now <= from + how_long; now += 100 * MS) kf_health_check(&engine, now);
+  return paths[0].cut;
+}
+
+static void silence_is_what_was_listened_to(void) {
+  uint64_t now = 1000000 * MS;
+  paths[0].in_flight = 1;
+  paths[0].progress_ns = now;
+  CHECK(!watch(now, 900 * MS));
+  CHECK(strstr(watch(now + 1000 * MS, 300 * MS), "confirmed nothing"));
+  paths[0].cut = NULL;
+  paths[0].progress_ns = now += 2000 * MS;
+  engine.health_check_ns = now;
+  now += 60000 * MS; /* nobody looked for a minute */
+  CHECK(!watch(now, 800 * MS));
+  CHECK(watch(now + 900 * MS, 400 * MS));
+  paths[0] = (kf_path){.domain = &engine.domains[0]};
+}
+
+static kf_transfer *posting(const kf_run *run) {
+  const kf_schedule plan = {.layers = 2, .run_count = 1, .runs = run, .region = &region, .peer = &peer, .length = 256};
+  kf_transfer *t = kf_transfer_new(&plan, false);
+  CHECK(t && kf_registry_add(&engine.registry, t) == 0);
+  kf_transfer_begin(&engine, t);
+  kf_transfer_move(t, KF_POSTING);
+  return t;
+}
+
+/* `written` is in flight, and what went over path 0 before is not known to have landed; then `written` breaks. */
+static kf_transfer *break_a_write(kf_transfer *t, kf_write *written, kf_path *path) {
+  *written = (kf_write){.transfer = t, .path = path};
+  path->in_flight = t->in_flight = 1;
+  atomic_store(&path->domain->in_flight, 1);
+  t->path = &paths[0];
+  t->unsealed = 2;
+  broken = written;
+  CHECK(kf_complete_round(&engine));
+  return t;
+}
+
+static void an_error_on_one_path_says_nothing_of_another(void) {
+  const kf_run run = {0, 0, 1};
+  kf_transfer *t = break_a_write(posting(&run), &write_of[0], &paths[1]);
+  CHECK(t->state == KF_DRAINING && t->unsealed == 2 && !t->ended); /* it may still land: it is to be flushed first */
+  CHECK(strstr(t->node.event.text, "connection lost"));
+  t->in_flight = 0;
+  kf_transfer_lose(t);
+  kf_transfer_settle(&engine, t);
+  paths[0].cut = "the receiver takes nothing";
+  t = break_a_write(posting(&run), &write_of[1], &paths[0]);
+  CHECK(t->state == KF_END_FAILED && t->ended && t->unsealed == 0);
+  CHECK(strstr(t->node.event.text, "connection cut with writes in flight: the receiver takes nothing"));
+}
+
+int main(void) {
+  open_engine();
+  silence_is_what_was_listened_to();
+  an_error_on_one_path_says_nothing_of_another();
+  kf_registry_close(&engine.registry);
+  kf_events_close(&engine.events);
+  return 0;
+}

@@ -2,10 +2,9 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
-from kvferry_node.channels import Curve, Inbox, Origin
+from kvferry_node.channels import Curve, Inbox
 from kvferry_node.logs import get_logger
 from kvferry_node.membership import MembershipView
 from kvferry_node.metrics import NodeMetrics, process_metrics
@@ -13,57 +12,18 @@ from kvferry_node.ops import ops_app, serve_http
 from kvferry_node.registry import Registry
 from kvferry_node.service import Stop, process_state, running, wait_until, watch_standstill
 from kvferry_proto.errors import ErrorCode
-from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role
+from kvferry_proto.nodes import NodeRecord, NodeRef, Role
 
 from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_engine.worker_service import WorkerService
 from kvferry_engine.worker_settings import WorkerSettings
 
 # After draining, how long cancelled transfers may take to be confirmed before memory is taken down under them.
 _CONFIRM_SECONDS = 5.0
 
-
-class WorkerService(Protocol):
-    """What prefiller and decoder have in common."""
-
-    draining: bool
-
-    def on_message(self, origin: Origin, message: Any) -> None:  # noqa: ANN401  # a member of the inbox's kind
-        """Handle a message at the inbox."""
-
-    async def run(self) -> None:
-        """Compute until cancelled."""
-
-    async def housekeeping(self, alive: Callable[[NodeRef], bool]) -> None:
-        """Look after deadlines and lost peers until cancelled."""
-
-    def node_left(self, ref: NodeRef) -> None:
-        """A node is gone, or has restarted."""
-
-    def stood_still(self, seconds: float) -> None:
-        """This node was taken for lost meanwhile."""
-
-    def load(self) -> Load:
-        """What placement weighs."""
-
-    def admitted(self) -> list[str]:
-        """Requests taken since the last call."""
-
-    def states(self) -> dict[str, int]:
-        """Requests by state, for metrics."""
-
-    def held(self) -> dict[str, int]:
-        """Everything that must be zero when idle."""
-
-    def under_way(self) -> bool:
-        """Whether something is still to end, which will give back what it holds."""
-
-    def fail_rest(self, code: ErrorCode, why: str) -> None:
-        """Give up what has not ended."""
-
-    def close(self) -> None:
-        """Let go of the worker."""
+AnyService = WorkerService[Any, Any]
 
 
 class WorkerNode(ABC):
@@ -83,11 +43,11 @@ class WorkerNode(ABC):
         self._log = get_logger()
         self._why_not_ready: str | None = "loading the model"
         self._worker: Worker | None = None
-        self._service: WorkerService | None = None
+        self._service: AnyService | None = None
         process_metrics(self.metrics.registry)
 
     @abstractmethod
-    def build(self, worker: Worker) -> WorkerService:
+    def build(self, worker: Worker) -> AnyService:
         """Make the service, in the running loop."""
 
     @abstractmethod
@@ -166,7 +126,7 @@ class WorkerNode(ABC):
             service.close()
             worker.close()
 
-    async def _join_and_serve(self, registry: Registry, service: WorkerService, stop: Stop) -> None:
+    async def _join_and_serve(self, registry: Registry, service: AnyService, stop: Stop) -> None:
         self._why_not_ready = "waiting for Redis"
         joining = asyncio.ensure_future(registry.join())
         stopping = asyncio.ensure_future(stop.requested.wait())
@@ -183,7 +143,7 @@ class WorkerNode(ABC):
             await self._drain(registry, service)
             await registry.leave()
 
-    async def _drain(self, registry: Registry, service: WorkerService) -> None:
+    async def _drain(self, registry: Registry, service: AnyService) -> None:
         """Take nothing new, finish what runs, and let no write be in flight when memory goes."""
         self._why_not_ready = "draining"
         service.draining = True
@@ -193,7 +153,7 @@ class WorkerNode(ABC):
             service.fail_rest(ErrorCode.DRAINING, "its time to drain was over")
             await wait_until(lambda: _idle(service), _CONFIRM_SECONDS)
 
-    async def _watch_ranks(self, worker: Worker, service: WorkerService, registry: Registry) -> None:
+    async def _watch_ranks(self, worker: Worker, service: AnyService, registry: Registry) -> None:
         """End with the first rank that does: hand what runs back, so that others take it up at once, and leave."""
         lost = await worker.ranks.watch()
         self._log.critical("a rank is lost; its node ends", why=str(lost))
@@ -217,7 +177,7 @@ class WorkerNode(ABC):
             metrics=url,
         )
 
-    async def _watch(self, worker: Worker, service: WorkerService) -> None:
+    async def _watch(self, worker: Worker, service: AnyService) -> None:
         """Keep gauges fresh, and prove now and then that an idle node holds nothing."""
         before: dict[str, int] = {}
         while True:
@@ -252,5 +212,5 @@ class WorkerNode(ABC):
         return shown | {"process": process_state()}
 
 
-def _idle(service: WorkerService) -> bool:
+def _idle(service: AnyService) -> bool:
     return not any(service.held().values())

@@ -135,14 +135,15 @@ class World:
             config=SimpleNamespace(vocab_size=1000), max_context=MAX_CONTEXT, compute=self.compute,
             checksums=self.checksums,
         )  # fmt: skip
-        self.service = DecoderService(worker, own, NodeRef("d", 1), WorkerMetrics(CollectorRegistry(), lambda: None))
-        self.service._grammars._compiler.close()
-        self.service._grammars._compiler = SimpleNamespace(compile=self.compile, close=lambda: None)
+        metrics = WorkerMetrics(CollectorRegistry(), lambda: None)
+        self.service = DecoderService(worker, own, NodeRef("d", 1), metrics, lambda _handler: self)
+        self.service._entrance._grammars._compiler.close()
+        self.service._entrance._grammars._compiler = SimpleNamespace(compile=self.compile, close=lambda: None)
         self.service._loop._masker.close()
         self.service._loop._masker = SimpleNamespace(begin=lambda _: None, close=lambda: None)
         self.sent = []
         self.unreachable = False
-        self.service.connect(self)
+        self.service.listen()
         self.router = Router()
         self.asked = []
         self.running = asyncio.ensure_future(self.service.run())
@@ -283,7 +284,7 @@ class World:
         self.hear(peer, said)
 
     def hear(self, peer, said):
-        self.service.on_prefiller(SimpleNamespace(sender=peer.ref, peer=peer), said)
+        self.service._on_prefiller(SimpleNamespace(sender=peer.ref, peer=peer), said)
 
     def confirm(self, number):
         peer, asked = self.pick(number, CancelPrefill)

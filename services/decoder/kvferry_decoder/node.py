@@ -8,7 +8,7 @@ from kvferry_engine.grammar import read_ahead
 from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_node import WorkerNode
-from kvferry_node.channels import Post
+from kvferry_node.channels import Handler, Post
 from kvferry_node.errors import SettingsError
 from kvferry_node.logs import get_logger
 from kvferry_proto.nodes import NodeRecord, NodeRef, Role
@@ -46,8 +46,12 @@ class DecoderNode(WorkerNode):
             worker.close()
             msg = f"--speculate mtp: the model in {self._own.model} has no drafting layer"
             raise SettingsError(msg)
-        service = DecoderService(worker, self._own, self.ref, self.worker_metrics)
-        service.connect(Post(self.ref, FromPrefiller, service.on_prefiller, self.metrics, self.curve))
+
+        def open_post(handler: Handler) -> Post:
+            return Post(self.ref, FromPrefiller, handler, self.metrics, self.curve)
+
+        service = DecoderService(worker, self._own, self.ref, self.worker_metrics, open_post)
+        service.listen()
         return service
 
     def describe(self, record: NodeRecord) -> NodeRecord:

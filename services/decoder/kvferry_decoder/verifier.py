@@ -7,10 +7,11 @@ from kvferry_engine.checksums import first_difference, written
 from kvferry_engine.context_slots import state_checksum
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 
 from kvferry_decoder.intake import Incoming
-from kvferry_decoder.request import State
+from kvferry_decoder.request import Request, State
 
 
 class Verifier:
@@ -20,14 +21,16 @@ class Verifier:
         self,
         worker: Worker,
         metrics: WorkerMetrics,
+        name: str,
         *,
         on_equal: Callable[[Incoming], None],
-        on_different: Callable[[Incoming, str], None],
+        on_failure: Callable[[Request, RequestError], None],
     ) -> None:
         self._worker = worker
         self._metrics = metrics
+        self._name = name
         self._on_equal = on_equal
-        self._on_different = on_different
+        self._on_failure = on_failure
         self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
@@ -55,7 +58,11 @@ class Verifier:
         if difference is None:
             self._on_equal(incoming)
         else:
-            self._on_different(incoming, difference)
+            self._on_failure(request, self._error(incoming, difference))
+
+    def _error(self, incoming: Incoming, difference: str) -> RequestError:
+        text = f"KV from prefiller {incoming.transfer.peer.ref.id} is not what it sent: {difference}"
+        return RequestError(code=ErrorCode.VERIFY_FAILED, message=text, phase=Phase.TRANSFER, node=self._name)
 
 
 def _context_difference(incoming: Incoming) -> str | None:

@@ -41,6 +41,11 @@ Key = tuple[str, int, str]
 """Decoder, its incarnation, request id: what a request is called here. Two decoders never share one."""
 
 
+def key_of(origin: Origin, request_id: str) -> Key:
+    """Return what the request of this decoder is called here."""
+    return origin.sender.id, origin.sender.incarnation, request_id
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """A prompt to prefill, for one decoder."""
@@ -76,8 +81,7 @@ class Request:
     @property
     def key(self) -> Key:
         """What the request is called here."""
-        sender = self.origin.sender
-        return sender.id, sender.incarnation, self.order.request_id
+        return key_of(self.origin, self.order.request_id)
 
     @property
     def state(self) -> State:

@@ -10,37 +10,35 @@ from typing import Any
 from kvferry_engine.checksums import sent
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_engine.worker_service import WorkerService
 from kvferry_fabric import Event, EventKind, FabricError
 from kvferry_node.channels import Origin
-from kvferry_node.errors import ChannelError
-from kvferry_node.logs import get_logger
 from kvferry_node.membership import VIEW_LAG_NS
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
-from kvferry_proto.message import Message
-from kvferry_proto.nodes import Load, NodeRef
+from kvferry_proto.nodes import NodeRef, Role
 from kvferry_proto.shards import plan
 from kvferry_proto.timeline import now
-from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
 from kvferry_proto.to_prefiller import CancelPrefill, Prefill
 
+from kvferry_prefiller import answers
 from kvferry_prefiller.admission import why_not
+from kvferry_prefiller.census import Census
 from kvferry_prefiller.contexts import Contexts
 from kvferry_prefiller.pass_loop import PassLoop
-from kvferry_prefiller.request import Key, Request, State
+from kvferry_prefiller.request import Key, Request, State, key_of
 from kvferry_prefiller.scheduler import Scheduler
 from kvferry_prefiller.sender import Sender
 from kvferry_prefiller.settings import PrefillerSettings
 
 
-class PrefillerService:
+class PrefillerService(WorkerService[Key, Request]):
     """Joins scheduler and sender. All bookkeeping runs in the event loop's thread."""
 
+    role, entry, work = Role.PREFILLER, Phase.PREFILL, Phase.PREFILL
+
     def __init__(self, worker: Worker, settings: PrefillerSettings, ref: NodeRef, metrics: WorkerMetrics) -> None:
-        self._worker = worker
-        self._ref = ref
-        self._metrics = metrics
-        self._log = get_logger()
+        super().__init__(worker, ref, metrics)
         self.scheduler = Scheduler(
             worker.allocator,
             worker.layout,
@@ -50,8 +48,6 @@ class PrefillerService:
             age_limit_ns=int(settings.overtake_seconds * 1e9),
         )
         self._sender = Sender(worker, self._open_contexts(settings.max_running) if worker.model.drafts else None)
-        self._requests: dict[Key, Request] = {}
-        self._admitted: list[str] = []
         self._loop = PassLoop(
             worker,
             self.scheduler,
@@ -61,31 +57,25 @@ class PrefillerService:
             on_computed=self._release_if_over,
         )
         self._reports: set[asyncio.Task[None]] = set()
-        self.draining = False
+        self._census = Census(worker, self._requests, self._reports, scheduler=self.scheduler, sender=self._sender)
 
     def _open_contexts(self, count: int) -> Contexts:
         return Contexts(self._worker.fabric, self._worker.new_context_slots(count), count)
 
-    def listen(self) -> None:
-        """Hear the fabric's events in the running loop."""
-        self._worker.fabric.attach(asyncio.get_running_loop(), self._on_event)
-
     # --- messages --------------------------------------------------------------------------------------------
 
-    def on_message(self, origin: Origin, message: Any) -> None:  # noqa: ANN401  # a member of ToPrefiller
-        """Handle a message at the inbox."""
+    def _take(self, origin: Origin, message: Any) -> None:  # noqa: ANN401  # a member of ToPrefiller
         match message:
             case Prefill():
                 self._prefill(origin, message)
             case CancelPrefill():
                 self._cancel(origin, message)
-        self._loop.wake()
 
     def _prefill(self, origin: Origin, order: Prefill) -> None:
         error = self._why_not(origin, order)
         if error is not None:
             self._metrics.ended.labels("refused").inc()
-            self._tell(origin, _failed(order, error))
+            answers.failed(origin, order, error)
             return
         request = Request(order, origin, plan(self._worker.layout, order.layout, turn=order.slot))
         request.timeline.received = now()
@@ -94,40 +84,22 @@ class PrefillerService:
         except FabricError as failure:
             self._sender.disconnect(request)
             text = f"the decoder's memory can't be reached: {failure}"
-            self._tell(origin, _failed(order, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER)))
+            answers.failed(origin, order, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER))
             return
-        self._requests[request.key] = request
-        self._admitted.append(order.request_id)
+        self._enter(request.key, request, order.request_id)
         self.scheduler.add(request)
 
     def _why_not(self, origin: Origin, order: Prefill) -> RequestError | None:
-        if (origin.sender.id, origin.sender.incarnation, order.request_id) in self._requests:
-            return self._error(ErrorCode.BAD_REQUEST, f"request id {order.request_id} is in use here")
-        if self.draining:
-            return self._error(ErrorCode.DRAINING, "this prefiller is shutting down")
-        return why_not(order, self._worker, self.scheduler, ref=self._ref, decoder=origin.sender)
-
-    def _error(self, code: ErrorCode, text: str, phase: Phase = Phase.PREFILL) -> RequestError:
-        return RequestError(code=code, message=text, phase=phase, node=self._ref.id)
+        closed = self._closed_to(key_of(origin, order.request_id), order.request_id)
+        return closed or why_not(order, self._worker, self.scheduler, ref=self._ref, decoder=origin.sender)
 
     def _cancel(self, origin: Origin, message: CancelPrefill) -> None:
         """Confirm now if nothing of the request is here, else when nothing of it is in flight."""
-        key = (origin.sender.id, origin.sender.incarnation, message.request_id)
-        request = self._requests.get(key)
+        request = self._requests.get(key_of(origin, message.request_id))
         if request is None:
-            self._tell(
-                origin,
-                CancelConfirmed(request_id=message.request_id, slot=message.slot, generation=message.generation),
-            )
+            answers.confirmed(origin, message)
         elif request.state is not State.STOPPING:
             self._stop(request, None)
-
-    def _tell(self, origin: Origin, message: Message) -> None:
-        try:
-            origin.reply(message)
-        except ChannelError as error:
-            # The decoder asks again, or is gone and its lease will say so.
-            self._log.warning("decoder unreachable", decoder=str(origin.sender), error=str(error))
 
     # --- ways out --------------------------------------------------------------------------------------------
 
@@ -140,7 +112,7 @@ class PrefillerService:
         self._sender.cancel(request)
         self._release_if_over(request)
 
-    def _on_event(self, event: Event) -> None:
+    def _take_event(self, event: Event) -> None:
         request = self._sender.ended(event.transfer)
         if request is None:
             return
@@ -155,7 +127,6 @@ class PrefillerService:
             text = f"writing KV to decoder {request.origin.sender.id} failed: {event.text}"
             self._stop(request, self._error(ErrorCode.TRANSFER_FAILED, text, Phase.TRANSFER))
         self._release_if_over(request)
-        self._loop.wake()
 
     def _release_if_over(self, request: Request) -> None:
         if not self.scheduler.can_release(request) or request.key not in self._requests:
@@ -184,12 +155,11 @@ class PrefillerService:
         self._requests.pop(request.key, None)
         how = "done" if not stopped else "cancelled" if request.failure is None else request.failure.code
         self._metrics.ended.labels(how).inc()
-        self._tell(request.origin, _last_word(request, checksums, context_checksum, stopped=stopped))
+        if stopped:
+            answers.stopped(request)
+        else:
+            answers.reported(request, checksums, context_checksum)
         self._loop.wake()
-
-    async def run(self) -> None:
-        """Prefill until cancelled."""
-        await self._loop.run()
 
     def _on_broken(self, request: Request, code: ErrorCode, why: str) -> None:
         phase = Phase.TRANSFER if code is ErrorCode.TRANSFER_FAILED else Phase.PREFILL
@@ -206,15 +176,13 @@ class PrefillerService:
             self._stop(request, None)
         self._loop.wake()
 
-    async def housekeeping(self, alive: Callable[[NodeRef], bool], seconds: float = 0.25) -> None:
-        """Look for decoders that left without anyone noticing, until cancelled."""
-        while True:
-            await asyncio.sleep(seconds)
-            known_by = now() - VIEW_LAG_NS
-            requests = self._requests.values()
-            for ref in {each.origin.sender for each in requests if each.timeline.received < known_by}:
-                if not alive(ref):
-                    self.node_left(ref)
+    def _sweep(self, alive: Callable[[NodeRef], bool]) -> None:
+        """Look for decoders that left without anyone noticing."""
+        known_by = now() - VIEW_LAG_NS
+        requests = self._requests.values()
+        for ref in {each.origin.sender for each in requests if each.timeline.received < known_by}:
+            if not alive(ref):
+                self.node_left(ref)
 
     def stood_still(self, _seconds: float) -> None:
         """This node was taken for lost meanwhile: decoders have turned elsewhere."""
@@ -222,71 +190,11 @@ class PrefillerService:
             self._stop(request, None)
         self._loop.wake()
 
-    def load(self) -> Load:
-        """What placement weighs."""
-        scheduler = self.scheduler
-        return Load(
-            free_pages=self._worker.allocator.free_pages,
-            running=len(scheduler.running) + len(scheduler.leaving),
-            waiting=len(scheduler.waiting),
-            queued_tokens=scheduler.queued_tokens,
-        )
-
-    def admitted(self) -> list[str]:
-        """Requests taken since the last call: they are part of `load` now."""
-        admitted, self._admitted = self._admitted, []
-        return admitted
-
-    def states(self) -> dict[str, int]:
-        """Requests by state, for metrics."""
-        scheduler = self.scheduler
-        return {"waiting": len(scheduler.waiting), "running": len(scheduler.running), "leaving": len(scheduler.leaving)}
-
-    def held(self) -> dict[str, int]:
-        """Everything that must be zero when idle."""
-        stats = self._worker.fabric.stats()
-        return {
-            "requests": len(self._requests),
-            "held_pages": self._worker.allocator.held_pages,
-            "quarantined_pages": self._worker.allocator.quarantined_pages,
-            "transfers": self._sender.active,
-            "reports": len(self._reports),
-            "active_transfers": stats.active_transfers,
-            "in_flight_writes": stats.in_flight_writes,
-            "peers": stats.peers,
-        }
-
-    def under_way(self) -> bool:
-        """Whether a request is here, or is being reported."""
-        return bool(self._requests or self._reports)
-
-    def fail_rest(self, code: ErrorCode, why: str) -> None:
-        """Give up what has not ended: the time to drain is over, or a rank is lost. Decoders turn elsewhere."""
-        for request in list(self._requests.values()):
-            self._stop(request, self._error(code, f"this prefiller was shut down: {why}"))
+    def _give_up(self, request: Request, error: RequestError) -> None:
+        self._stop(request, error)
 
     def close(self) -> None:
         """Stop listening to the fabric."""
         for task in self._reports:
             task.cancel()
         self._worker.fabric.detach()
-
-
-def _failed(order: Prefill, error: RequestError) -> PrefillFailed:
-    return PrefillFailed(request_id=order.request_id, slot=order.slot, generation=order.generation, error=error)
-
-
-def _last_word(request: Request, checksums: Int32s, context_checksum: int | None, *, stopped: bool) -> Message:
-    order = request.order
-    if not stopped:
-        return PrefillReport(
-            request_id=order.request_id,
-            slot=order.slot,
-            generation=order.generation,
-            timeline=request.timeline,
-            checksums=checksums,
-            context_checksum=context_checksum,
-        )
-    if request.failure is not None:
-        return _failed(order, request.failure)
-    return CancelConfirmed(request_id=order.request_id, slot=order.slot, generation=order.generation)

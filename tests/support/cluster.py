@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -20,10 +21,15 @@ START_SECONDS = 90
 STOP_SECONDS = 40
 
 
+# Below the range from which connections are given their own ports: one of those took the port between probe and bind.
+PORTS = range(15000, 32768)
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", random.choice(PORTS)))
+            return probe.getsockname()[1]
 
 
 def wait_for(condition, seconds, what):

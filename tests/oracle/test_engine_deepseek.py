@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 from engine_runner import Runner, close, reference_logits, tokens_of
-from kvferry_engine.attention import latent_cpu
+from kvferry_engine.attention import decode_groups, latent_cpu
 from kvferry_engine.errors import ModelError
 from kvferry_engine.shard import Shard
 from kvferry_engine.weights import load_model
@@ -60,8 +60,10 @@ def test_prefill_whole_and_in_chunks(tiny, page_size, chunks):
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("page_size", [8, 64])
-def test_a_mixed_batch_is_as_each_alone(tiny, page_size):
+@pytest.mark.parametrize("padding", [8, 10_000])
+def test_a_mixed_batch_is_as_each_alone(tiny, page_size, padding, monkeypatch):
     """Random chunks of random sequences together, some of them single tokens; every row is checked."""
+    monkeypatch.setattr(decode_groups, "CALL_TOKENS", padding)
     model, reference = tiny
     dice = random.Random(page_size)
     runner = Runner(model, page_size=page_size, pages=40)

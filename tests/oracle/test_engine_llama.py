@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 from engine_runner import VOCABULARY, Runner, close, reference_logits, tokens_of
+from kvferry_engine.attention import decode_groups
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.default_model import prepare_default_model
@@ -109,8 +110,10 @@ def test_prefill_in_chunks(tiny, page_size, chunks):
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
-def test_a_mixed_batch_is_as_each_alone(tiny, page_size, seed):
+@pytest.mark.parametrize("padding", [8, 10_000])
+def test_a_mixed_batch_is_as_each_alone(tiny, page_size, seed, padding, monkeypatch):
     """Random chunks of random sequences together, some of them single tokens; every row is checked."""
+    monkeypatch.setattr(decode_groups, "CALL_TOKENS", padding)
     model, reference = tiny
     dice = random.Random(seed)
     runner = Runner(model, page_size=page_size, pages=80, seed=seed)

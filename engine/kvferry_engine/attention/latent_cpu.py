@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 from kvferry_engine.attention import LatentHeads
+from kvferry_engine.attention.decode_groups import decode_groups
 from kvferry_engine.batch import ForwardBatch, Ints
 from kvferry_engine.kv_pool import KVPool
 
@@ -27,7 +28,7 @@ Counting operations it is 171 for the sizes of DeepSeek-V3, whatever the context
 
 @dataclass(frozen=True)
 class _Group:
-    """Sequences that attend in one call: all that run one token, or one that runs several."""
+    """Sequences that attend in one call: some that run one token, or one that runs several."""
 
     rows: torch.Tensor | slice
     """Their tokens among the batch's T."""
@@ -83,9 +84,8 @@ class LatentTorchPlan:
         return _absorbed(q, latents, group, heads)
 
     def _plan_groups(self, batch: ForwardBatch) -> list[_Group]:
-        decodes = np.flatnonzero(batch.q_lens == 1)
-        groups = [self._plan_prefill(batch, int(index)) for index in np.flatnonzero(batch.q_lens > 1)]
-        return [self._plan_decode(batch, decodes), *groups] if len(decodes) else groups
+        decodes = [self._plan_decode(batch, members) for members in decode_groups(batch)]
+        return decodes + [self._plan_prefill(batch, int(index)) for index in np.flatnonzero(batch.q_lens > 1)]
 
     def _plan_decode(self, batch: ForwardBatch, members: Ints) -> _Group:
         kv_lens = batch.kv_lens[members]

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from kvferry_engine.attention.decode_groups import decode_groups
 from kvferry_engine.attention.latent_cpu import LatentTorchPlan
 from kvferry_engine.batch import ForwardBatch, Ints
 from kvferry_engine.kv_pool import KVPool
@@ -36,7 +37,7 @@ class _Group:
 
 
 class TorchAttention:
-    """Scaled dot product attention of torch: decode rows together in one padded call, prefills one by one."""
+    """Scaled dot product attention of torch: decode rows of like length in one padded call, prefills one by one."""
 
     def plan(self, batch: ForwardBatch, pool: KVPool) -> "TorchPlan":
         """Plan a step: gather indices, write places and masks that all layers share."""
@@ -102,10 +103,8 @@ class TorchPlan:
         return self._on_device(k_rows), self._on_device(k_rows + self._page_size)
 
     def _plan_groups(self, batch: ForwardBatch) -> list[_Group]:
-        decodes = np.flatnonzero(batch.q_lens == 1)
-        prefills = np.flatnonzero(batch.q_lens > 1)
-        groups = [self._plan_prefill(batch, int(index)) for index in prefills]
-        return [self._plan_decode(batch, decodes), *groups] if len(decodes) else groups
+        decodes = [self._plan_decode(batch, members) for members in decode_groups(batch)]
+        return decodes + [self._plan_prefill(batch, int(index)) for index in np.flatnonzero(batch.q_lens > 1)]
 
     def _plan_decode(self, batch: ForwardBatch, members: Ints) -> _Group:
         kv_lens = batch.kv_lens[members]

@@ -23,7 +23,18 @@ def cluster(shape: str, folder: Path, flags: list[str]) -> Iterator[str]:
     """Start it, pin its worker nodes, and give its ZeroMQ endpoint. Stopped at the end."""
     port, zmq_port = _free_port(), _free_port()
     command = [sys.executable, "-m", "kvferry.cli", "up", "--port", str(port), "--zmq-port", str(zmq_port)]
-    command += ["--threads", "1", "--log-level", "warning", "--log-dir", str(folder / shape), *SHAPES[shape], *flags]
+    command += [
+        "--threads",
+        "1",
+        "--dtype",
+        "float32",
+        "--log-level",
+        "warning",
+        "--log-dir",
+        str(folder / shape),
+        *SHAPES[shape],
+        *flags,
+    ]
     with (folder / f"{shape}.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
     try:

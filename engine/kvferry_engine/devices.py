@@ -6,9 +6,7 @@ Nothing here starts CUDA: a node forks its ranks after it has looked, and CUDA d
 import torch
 from kvferry_node.errors import SettingsError
 
-CPU = "cpu"
-DEVICE = r"^(auto|cpu|cuda(:\d{1,3})?)$"
-"""What --device may be."""
+from kvferry_engine.worker_settings import CPU
 
 
 def resolve(wanted: str, ranks: int = 1) -> tuple[str, ...]:

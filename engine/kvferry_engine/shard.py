@@ -9,10 +9,9 @@ matrices of a small model, and the head is read in every decode step.
 from typing import NamedTuple, Protocol
 
 import torch
-from kvferry_proto.layout import KVLayout
 
 from kvferry_engine.config import ModelConfig
-from kvferry_engine.errors import ModelError
+from kvferry_engine.split import heads_alone
 
 
 class Cut(NamedTuple):
@@ -80,40 +79,9 @@ class Shard:
 
     def kv_heads(self, config: ModelConfig) -> Cut:
         """KV heads of this rank, by the arithmetic of `KVLayout`."""
-        layout = _heads_alone(config, self.ranks)
+        layout = heads_alone(config, self.ranks)
         first = layout.first_head(self.rank)
         return Cut(config.kv_heads, first, first + layout.heads_per_rank)
 
 
 ALONE = Shard()
-
-
-def check_ranks(config: ModelConfig, ranks: int) -> None:
-    """Raise ModelError, naming both numbers, if the model cannot be split over `ranks` ranks. Reads no weights."""
-    try:
-        _heads_alone(config, ranks)
-    except ValueError as error:
-        raise ModelError(str(error)) from error
-    experts = config.experts
-    sizes = {"attention heads": config.heads}
-    if experts is None or experts.dense_layers:
-        sizes["intermediate_size"] = config.intermediate_size
-    if experts is not None:
-        sizes["moe_intermediate_size"] = experts.intermediate_size
-    for what, size in sizes.items():
-        if size % ranks:
-            msg = f"{what} {size} cannot be split over {ranks} ranks: it must be a multiple of them"
-            raise ModelError(msg)
-
-
-def _heads_alone(config: ModelConfig, ranks: int) -> KVLayout:
-    """Layout whose heads alone matter."""
-    return KVLayout(
-        model="",
-        dtype="float32",
-        layers=1,
-        kv_heads=config.kv_heads,
-        head_dim=config.head_dim,
-        page_size=1,
-        ranks=ranks,
-    )

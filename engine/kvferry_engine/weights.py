@@ -9,6 +9,7 @@ import torch
 from kvferry_engine.attention import AttentionBackend
 from kvferry_engine.attention.choice import Wanted, attention_for
 from kvferry_engine.config import ModelConfig
+from kvferry_engine.draft_layers import is_drafting, with_stored_drafts
 from kvferry_engine.dtypes import torch_dtype
 from kvferry_engine.errors import ModelError
 from kvferry_engine.fp8 import BlockScales
@@ -16,7 +17,8 @@ from kvferry_engine.identity import weight_files
 from kvferry_engine.models import Model, model_class
 from kvferry_engine.models.parameters import Parameters
 from kvferry_engine.safetensors_file import TensorFile, open_tensors
-from kvferry_engine.shard import ALONE, Shard, check_ranks
+from kvferry_engine.shard import ALONE, Shard
+from kvferry_engine.split import check_ranks
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -42,7 +44,7 @@ def load_model(
     """
     folder = Path(folder)
     stored = ModelConfig.from_folder(folder)
-    config = stored if drafts and _has_drafts(folder, stored) else replace(stored, draft_layers=0)
+    config = with_stored_drafts(folder, stored) if drafts else replace(stored, draft_layers=0)
     check_ranks(config, shard.ranks)
     build = model_class(config.architecture)
     if isinstance(attention, str):
@@ -50,22 +52,6 @@ def load_model(
     model = build(config, attention, dtype=torch_dtype(dtype), device=device, shard=shard)
     _fill(model, folder, stored, progress or _silent)
     return model
-
-
-def _has_drafts(folder: Path, config: ModelConfig) -> bool:
-    """Whether the folder has any weight of a drafting layer that its configuration counts."""
-    if not config.draft_layers:
-        return False
-    for path in weight_files(folder):
-        with open_tensors(path) as file:
-            if any(_drafting(name, config) for name in file.keys()):  # noqa: SIM118 - not a mapping
-                return True
-    return False
-
-
-def _drafting(name: str, config: ModelConfig) -> bool:
-    layers = range(config.layers, config.layers + config.draft_layers)
-    return any(name.startswith(f"model.layers.{index}.") for index in layers)
 
 
 def _fill(model: Model, folder: Path, stored: ModelConfig, progress: Progress) -> None:
@@ -121,7 +107,7 @@ def _redundant(name: str, config: ModelConfig, stored: ModelConfig) -> bool:
     """Tensors that some checkpoints store although they follow from others, and drafting layers that nobody wants."""
     if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
         return True
-    if not _drafting(name, stored):
+    if not is_drafting(name, stored):
         return False
     # The drafting layer shares the model's embedding and head, of which checkpoints hold copies under its name.
     return not config.draft_layers or name.endswith((".embed_tokens.weight", ".shared_head.head.weight"))

@@ -24,7 +24,8 @@ from kvferry_engine.device_counter import DeviceCounter
 from kvferry_engine.devices import on_gpu, resolve
 from kvferry_engine.fabric_cpus import fabric_cpus
 from kvferry_engine.kv_place import in_gpu
-from kvferry_engine.kv_pool import KVPool, enough_pages
+from kvferry_engine.kv_pool import KVPool
+from kvferry_engine.kv_size import enough_pages
 from kvferry_engine.models.base import Model, OnLayer
 from kvferry_engine.prefix_cache import PrefixCache
 from kvferry_engine.ranks.errors import RankLostError
@@ -102,7 +103,7 @@ class Worker:
         """KV pools of all ranks; pages have the same numbers in each."""
         self.allocator = PrefixCache(self.pool.pages, enabled=settings.prefix_cache)
         self._contexts: list[ContextSlots] = []
-        self._graphs = DecodeGraphs(self.model, self.pool) if settings.cuda_graphs and can_capture(self.model) else None
+        self._graphs = self._open_graphs() if settings.cuda_graphs else None
         self._device_counter = DeviceCounter(self.fabric, self.device) if on_gpu(self.device) else None
         self.counter: LayerCounter = self._device_counter.counter if self._device_counter else self.fabric.new_counter()
         self._forward_thread = ThreadPoolExecutor(1, thread_name_prefix="forward")
@@ -110,6 +111,12 @@ class Worker:
         self._slow_layer = settings.faults.get("slow-layer-ms", 0) / 1e3
         if on_gpu(self.device):
             self.warm_up()
+
+    def _open_graphs(self) -> DecodeGraphs | None:
+        if can_capture(self.model):
+            return DecodeGraphs(self.model, self.pool)
+        get_logger().warning("--cuda-graphs does not apply: they take one rank, FlashInfer and a model without experts")
+        return None
 
     def warm_up(self) -> None:
         """Run a decode and a prefill step, before there is a request.

@@ -8,8 +8,9 @@ import msgspec
 from kvferry_node.errors import SettingsError
 from kvferry_node.settings import Bytes, NodeSettings, Seconds, help_text
 
-from kvferry_engine.devices import DEVICE
-
+CPU = "cpu"
+DEVICE = r"^(auto|cpu|cuda(:\d{1,3})?)$"
+"""What --device may be."""
 Count = Annotated[int, msgspec.Meta(ge=1, le=1_000_000)]
 
 
@@ -101,6 +102,9 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
         hosts = self.fabric_hosts
         if len(set(hosts)) < len(hosts):
             msg = f"each address of --fabric-host must be another NIC's; got {self.fabric_host}"
+            raise SettingsError(msg)
+        if self.cuda_graphs and self.device == CPU:
+            msg = "--cuda-graphs replays steps on a GPU, and --device cpu takes none"
             raise SettingsError(msg)
 
     @property

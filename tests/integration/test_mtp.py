@@ -1,16 +1,17 @@
 """The drafting layer on a decoder: the same answers, and the same guesses wherever the prompt was prefilled."""
 
+import click
 import pytest
 from decode_rig import Rig, one_thread
 from engine_runner import tokens_of
+from kvferry_decoder.cli import command
 from kvferry_decoder.speculation import Speculation
 from kvferry_engine.weights import load_model
-from kvferry_node.errors import SettingsError
 from kvferry_proto.errors import ErrorCode
 from kvferry_proto.message import RequestFailed
 from kvferry_proto.nodes import NodeRef, Peer
 from kvferry_proto.to_router import Cancelled, Finished
-from local import pair, start_decoder
+from local import pair
 from tiny_deepseek import build_guessing, save
 
 pytestmark = pytest.mark.timeout(180)
@@ -150,7 +151,6 @@ async def test_hidden_states_of_cancelled_and_spoilt_transfers(redis_server, fol
         assert len(contexts._free) == prefilling.node.settings.max_running
 
 
-async def test_a_model_without_a_drafting_layer_is_refused(redis_server, tiny_model):
-    running = start_decoder(redis_server.url, tiny_model, speculate="mtp")
-    with pytest.raises(SettingsError, match="no drafting layer"):
-        await running.task
+def test_a_model_without_a_drafting_layer_is_refused_before_it_is_loaded(tiny_model):
+    with pytest.raises(click.UsageError, match=r"--speculate mtp: .* no drafting layer"):
+        command.check(["--model", str(tiny_model), "--speculate", "mtp"])

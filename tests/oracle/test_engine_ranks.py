@@ -7,7 +7,8 @@ import torch
 from engine_runner import VOCABULARY, Runner, close, reference_logits, tokens_of
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.errors import ModelError
-from kvferry_engine.shard import Shard, check_ranks
+from kvferry_engine.shard import Shard
+from kvferry_engine.split import check_ranks
 from kvferry_engine.weights import load_model
 from random_models import build_random
 from rank_threads import RankThreads

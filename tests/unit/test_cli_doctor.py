@@ -4,9 +4,10 @@ import socket
 import subprocess
 
 import click.testing
+import httpx
 import orjson
 import pytest
-from kvferry.cli.doctor import command, fabric, machine, redis
+from kvferry.cli.doctor import command, fabric, machine, ports, redis
 from kvferry.cli.doctor.finding import Finding, Level, fail, ok, warn
 from kvferry.cli.doctor.model import model
 
@@ -32,7 +33,7 @@ def test_json_has_every_finding(monkeypatch):
 def test_this_machine_can_be_examined(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        findings = command.examine(tmp_path, "127.0.0.1", [port])
+        findings = command.examine(tmp_path, "127.0.0.1", port, 0)
     by_name = {finding.name: finding for finding in findings}
     assert by_name["python"].level is Level.OK
     assert by_name[f"port {port}"].level is Level.FAIL
@@ -141,3 +142,26 @@ def test_installed_packages_offer_checks_of_their_own(monkeypatch):
     (finding,) = fabric.offered()
     assert finding.level is Level.FAIL
     assert "no _fabric" in finding.text
+
+
+def router_at(monkeypatch, state):
+    monkeypatch.setattr(ports.httpx, "get", lambda *_args, **_more: httpx.Response(200, json=state))
+
+
+def test_the_ports_of_a_running_router_are_as_they_should_be(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as http, socket.create_server(("127.0.0.1", 0)) as zmq:
+        taken = [server.getsockname()[1] for server in (http, zmq)]
+        router_at(monkeypatch, {"role": "router", "node": "r", "model": "m", "endpoint": f"tcp://127.0.0.1:{taken[1]}"})
+        assert [finding.level for finding in ports.ports("127.0.0.1", *taken)] == [Level.OK, Level.OK]
+        assert "running router r, which serves m" in ports.ports("127.0.0.1", *taken)[1].text
+        router_at(monkeypatch, {"role": "router", "node": "r", "model": "m", "endpoint": "tcp://127.0.0.1:1"})
+        assert [finding.level for finding in ports.ports("127.0.0.1", *taken)] == [Level.OK, Level.FAIL]
+        router_at(monkeypatch, ["somebody else's"])
+        assert [finding.level for finding in ports.ports("127.0.0.1", *taken)] == [Level.FAIL, Level.FAIL]
+
+
+def test_the_default_model_is_there_or_will_be_made(monkeypatch, tmp_path, default_model):
+    assert "prepared on first use" not in model(None).text
+    assert str(default_model) in model(None).text
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "prepared on first use" in model(None).text

@@ -12,6 +12,7 @@ import click.testing
 import httpx
 import pytest
 from kvferry.cli.up import command as up
+from kvferry.cli.up.check import checked
 from kvferry.cli.up.plan import ClusterOptions, command_line, http_probe, http_url, service_specs
 from kvferry.cli.up.ports import is_free, pick
 from kvferry.cli.up.redis import ping, redis_spec, socket_url
@@ -39,6 +40,8 @@ OPTIONS = ClusterOptions(
     namespace="mine",
     served_model_name="small",
     faults={"prefiller": "delay-write-ms=5"},
+    device="cpu",
+    drain_seconds=30.0,
     extra={"decoder": ["--max-running", "4"]},
 )
 
@@ -61,6 +64,7 @@ def test_every_flag_is_one_that_the_service_knows(role):
         assert flags["zmq_port"] == "5555"
     else:
         assert (flags["dtype"], flags["page_size"], flags["kv_memory"]) == ("float32", "16", "64MiB")
+        assert flags["device"] == "cpu"
         assert flags["tp"] == {"prefiller": "4", "decoder": "2"}[role]
     assert flags["fault"] == ("delay-write-ms=5" if role == "prefiller" else None)
 
@@ -85,6 +89,40 @@ def test_mixed_with_prefillers_is_refused():
     result = click.testing.CliRunner().invoke(up.command, ["--mixed", "--prefillers", "1"])
     assert result.exit_code == 2
     assert "--mixed has no prefillers" in result.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["--kv-memory", "1KiB"], "--kv-memory 1024 holds 0 pages"),
+        (["--kv-memory", "lots"], "--kv-memory: 'lots' is not allowed; expected a size such as 1GiB"),
+        (["--provider", "pigeon"], "--provider: 'pigeon' is not allowed; expected one of auto, efa"),
+        (["--provider", "efa"], "--provider efa: this machine has none at 127.0.0.1; it has tcp"),
+        (["--dtype", "int3"], "--dtype: 'int3' is not allowed; expected one of float32, bfloat16"),
+        (["--device", "gpu"], "--device: 'gpu' is not allowed; expected cpu, cuda, cuda:N or auto"),
+        (["--prefill-tp", "3"], "--prefill-tp 3: 2 KV heads cannot be split over 3 ranks"),
+        (["--decode-tp", "3"], "--decode-tp 3: 2 KV heads cannot be split over 3 ranks"),
+        (["--speculate", "mtp"], "has no drafting layer"),
+        (["--speculate", "luck"], "--speculate: 'luck' is not allowed; expected one of off, ngram, mtp"),
+        (["--drain-seconds", "-1"], "--drain-seconds: -1.0 is not allowed"),
+        (["--decoder-arg=--cuda-graphs"], "--cuda-graphs replays steps on a GPU, and --device cpu takes none"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_a_sentence_before_anything_starts(tiny_model, monkeypatch, asked, words):
+    monkeypatch.setattr(up, "run", lambda *_: pytest.fail("something was started"))
+    result = click.testing.CliRunner().invoke(up.command, ["--model", str(tiny_model), *asked])
+    assert result.exit_code == 2
+    (sentence,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+    assert words in sentence
+    assert "Traceback" not in result.output
+
+
+def test_what_is_not_asked_for_is_the_services_own(tiny_model):
+    options = checked(ClusterOptions(model=tiny_model))
+    assert options.drain_seconds == DecoderSettings(model="/m").drain_seconds
+    line = command_line(options, "decoder", "decoder-1", 9000)
+    assert line[line.index("--drain-seconds") + 1] == str(options.drain_seconds)
+    assert not {"--dtype", "--provider", "--device", "--kv-memory", "--log-level"} & set(line)
 
 
 def test_a_mixed_decoder_says_that_it_prefills_whatever_fits():

@@ -5,9 +5,9 @@ import pytest
 import torch
 from kvferry_engine import devices
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.feasible import check_worker
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.models import Model
-from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.weights import load_model
 from kvferry_engine.worker_settings import WorkerSettings
 from kvferry_node.errors import SettingsError
@@ -45,7 +45,7 @@ def test_a_torch_without_cuda_is_named_before_anything_starts(monkeypatch, tmp_p
     monkeypatch.setattr(torch.version, "cuda", None)
     settings = load_settings(WorkerSettings, "decoder", {"model": str(tmp_path), "device": "cuda"}, {}, None)
     with pytest.raises(SettingsError, match=r"^--device cuda: GPU 0 is needed, and torch .* without CUDA: install"):
-        RankProcesses.fork(settings)
+        check_worker(settings)
 
 
 @pytest.mark.parametrize("given", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:0,1"])

@@ -6,7 +6,7 @@ import torch
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.errors import ModelError
 from kvferry_engine.experts_config import ExpertsConfig
-from kvferry_engine.kv_pool import kv_layout
+from kvferry_engine.kv_size import kv_layout
 from kvferry_engine.latent_config import LatentConfig
 from kvferry_engine.rope_config import RopeConfig
 from safetensors.torch import save_file

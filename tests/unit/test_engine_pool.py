@@ -3,7 +3,8 @@ import ctypes
 import pytest
 import torch
 from kvferry_engine.errors import PageError
-from kvferry_engine.kv_pool import KVPool, pages_for_bytes
+from kvferry_engine.kv_pool import KVPool
+from kvferry_engine.kv_size import pages_for_bytes
 from kvferry_proto.layout import KVLayout
 
 LAYOUT = KVLayout(model="m", dtype="float32", layers=3, kv_heads=2, head_dim=8, page_size=4)

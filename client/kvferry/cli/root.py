@@ -35,10 +35,7 @@ class Root(click.Group):
         if cmd_name in BUILT_IN:
             module, _, name = BUILT_IN[cmd_name][0].partition(":")
             return _command(getattr(importlib.import_module(module), name))
-        for each in _services():
-            if each.name == cmd_name:
-                return _load(each)
-        return None
+        return service(cmd_name) if cmd_name in {each.name for each in _services()} else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands with a line each, loading none."""
@@ -46,6 +43,15 @@ class Root(click.Group):
         rows = [(name, lines.get(name, "")) for name in self.list_commands(ctx)]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
+
+
+def service(name: str) -> click.Command:
+    """Load the command of a service. Raises ClickException if it is not installed."""
+    for each in _services():
+        if each.name == name:
+            return _load(each)
+    msg = f"no {name} is installed here: pip install 'kvferry[router,worker]'"
+    raise click.ClickException(msg)
 
 
 def _services() -> list[EntryPoint]:

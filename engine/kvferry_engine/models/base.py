@@ -11,7 +11,8 @@ from kvferry_engine.batch import ForwardBatch
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.dtypes import dtype_name
 from kvferry_engine.errors import BatchError
-from kvferry_engine.kv_pool import KVPool, kv_layout
+from kvferry_engine.kv_pool import KVPool
+from kvferry_engine.kv_size import kv_layout
 from kvferry_engine.models.parameters import Parameters
 from kvferry_engine.shard import ALONE, Shard
 

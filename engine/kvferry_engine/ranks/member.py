@@ -12,7 +12,8 @@ from kvferry_node.logs import get_logger
 from kvferry_engine.batch import ForwardBatch
 from kvferry_engine.devices import resolve
 from kvferry_engine.kv_place import in_gpu
-from kvferry_engine.kv_pool import KVPool, enough_pages
+from kvferry_engine.kv_pool import KVPool
+from kvferry_engine.kv_size import enough_pages
 from kvferry_engine.models.base import Model
 from kvferry_engine.ranks import steps
 from kvferry_engine.ranks.group import join

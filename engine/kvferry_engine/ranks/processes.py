@@ -13,23 +13,17 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from kvferry_fabric import SharedMemory
-from kvferry_node.errors import SettingsError
 from kvferry_node.logs import get_logger
 from kvferry_proto.layout import KVLayout
 
-from kvferry_engine.config import ModelConfig
 from kvferry_engine.cuda_memory import DeviceMemory
-from kvferry_engine.devices import resolve
-from kvferry_engine.errors import EngineError
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.ranks import member, steps
 from kvferry_engine.ranks.errors import RankLostError
 from kvferry_engine.ranks.group import GROUP_SECONDS, GlooGroup, join
-from kvferry_engine.shard import check_ranks
 from kvferry_engine.worker_settings import WorkerSettings
 
 _END_SECONDS = 5.0
@@ -81,16 +75,10 @@ class RankProcesses:
     def fork(cls, settings: WorkerSettings) -> Self:
         """Fork what `settings` ask for.
 
-        Raises SettingsError, before anything starts, if the model can't be split, or there are not as many GPUs.
+        They are what `check_worker` has let pass.
         """
-        resolve(settings.device, settings.tp)
         if settings.tp == 1:
             return cls()
-        try:
-            check_ranks(ModelConfig.from_folder(Path(settings.model)), settings.tp)
-        except EngineError as error:
-            msg = f"--tp {settings.tp}: {error}"
-            raise SettingsError(msg) from error
         # A file that no path leads to: the ranks meet in it, and nobody else can.
         store = os.memfd_create("kvferry-ranks")
         pairs = {rank: socket.socketpair() for rank in range(1, settings.tp)}

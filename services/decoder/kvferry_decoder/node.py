@@ -9,7 +9,6 @@ from kvferry_engine.ranks.processes import RankProcesses
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_node import WorkerNode
 from kvferry_node.channels import Handler, Post
-from kvferry_node.errors import SettingsError
 from kvferry_node.logs import get_logger
 from kvferry_proto.nodes import NodeRecord, NodeRef, Role
 from kvferry_proto.to_decoder import FromPrefiller, FromRouter
@@ -38,14 +37,7 @@ class DecoderNode(WorkerNode):
         return worker
 
     def build(self, worker: Worker) -> DecoderService:
-        """Make the service, with its channels to prefillers, hearing the fabric.
-
-        Raises SettingsError if the model can't do what the settings ask for.
-        """
-        if self._own.speculate == "mtp" and not worker.model.drafts:
-            worker.close()
-            msg = f"--speculate mtp: the model in {self._own.model} has no drafting layer"
-            raise SettingsError(msg)
+        """Make the service, with its channels to prefillers, hearing the fabric."""
 
         def open_post(handler: Handler) -> Post:
             return Post(self.ref, FromPrefiller, handler, self.metrics, self.curve)

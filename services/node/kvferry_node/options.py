@@ -10,7 +10,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import click
 import msgspec
@@ -23,15 +23,40 @@ S = TypeVar("S", bound=NodeSettings)
 ROLES = ("router", "prefiller", "decoder")
 
 
-def settings_command(struct: type[S], role: str) -> Callable[[Callable[[S], None]], click.Command]:
-    """Make a command out of a function that takes the settings; its docstring is the help."""
+class SettingsCommand(click.Command, Generic[S]):
+    """A command that runs a service by its settings, and can say beforehand whether it would start."""
 
-    def decorate(function: Callable[[S], None]) -> click.Command:
-        def callback(config: str | None, **flags: object) -> None:
-            try:
-                function(load_settings(struct, role, flags, os.environ, config))
-            except SettingsError as error:
-                raise click.UsageError(str(error)) from None
+    def __init__(self, role: str, struct: type[S], check: Callable[[S], object], **more: Any) -> None:  # noqa: ANN401
+        super().__init__(role, **more)
+        self._struct = struct
+        self._check = check
+
+    def settings(self, flags: dict[str, Any]) -> S:
+        """Merge and check settings. Raises UsageError, which names the flag."""
+        config = flags.pop("config")
+        try:
+            settings = load_settings(self._struct, str(self.name), flags, os.environ, config)
+            self._check(settings)
+        except SettingsError as error:
+            raise click.UsageError(str(error)) from None
+        return settings
+
+    def check(self, args: list[str]) -> S:
+        """Return the settings that this command line gives, and start nothing. Raises UsageError."""
+        return self.settings(self.make_context(str(self.name), list(args)).params)
+
+
+def settings_command(
+    struct: type[S], role: str, check: Callable[[S], object] = lambda _settings: None
+) -> Callable[[Callable[[S], None]], SettingsCommand[S]]:
+    """Make a command out of a function that takes the settings; its docstring is the help.
+
+    `check` raises SettingsError where what it runs on can't do what they ask for.
+    """
+
+    def decorate(function: Callable[[S], None]) -> SettingsCommand[S]:
+        def callback(**flags: Any) -> None:  # noqa: ANN401  # texts, as click has them
+            function(command.settings(flags))
 
         config = click.Option(
             ["--config"],
@@ -40,7 +65,8 @@ def settings_command(struct: type[S], role: str) -> Callable[[Callable[[S], None
             envvar="KVFERRY_CONFIG",
         )
         params: list[click.Parameter] = [config, *(_option(field) for field in fields(struct))]
-        return click.Command(role, params=params, callback=callback, help=function.__doc__)
+        command = SettingsCommand(role, struct, check, params=params, callback=callback, help=function.__doc__)
+        return command
 
     return decorate
 

@@ -164,6 +164,7 @@ class Router:
             "incarnation": f"{self.ref.incarnation:x}",
             "role": Role.ROUTER,
             "model": self._settings.model_name,
+            "endpoint": self.inbox.endpoint,
             "held": self.dispatcher.held() | self._front.held(),
             "draining": self.dispatcher.draining,
             "decoder_channels": self.dispatcher.decoder_channels,

@@ -12,12 +12,13 @@ from rich.table import Table
 from kvferry.cli.doctor import fabric, machine, redis
 from kvferry.cli.doctor.finding import Finding, Level
 from kvferry.cli.doctor.model import model as check_model
+from kvferry.cli.doctor.ports import ports
 from kvferry.cli.doctor.topology import topology as read_topology
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
 
-def examine(model: Path | None, host: str, ports: list[int]) -> list[Finding]:
+def examine(model: Path | None, host: str, http_port: int, zmq_port: int) -> list[Finding]:
     """Look at everything."""
     return [
         machine.python(),
@@ -30,7 +31,7 @@ def examine(model: Path | None, host: str, ports: list[int]) -> list[Finding]:
         fabric.providers(),
         *fabric.offered(),
         redis.redis(redis.configured_url()),
-        *machine.ports(host, ports),
+        *ports(host, http_port, zmq_port),
         check_model(model),
     ]
 
@@ -71,7 +72,7 @@ def command(
         drawn = read_topology(topology_file)
         click.echo(_json(drawn.plan) if as_json else drawn.drawing)
         return
-    findings = examine(model, host, [port, zmq_port])
+    findings = examine(model, host, port, zmq_port)
     if as_json:
         click.echo(_json(findings))
     else:

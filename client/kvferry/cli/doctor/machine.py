@@ -1,4 +1,4 @@
-"""Checks of the machine: Python, torch, cores, memory, limits, shared memory, ports."""
+"""Checks of the machine: Python, torch, cores, memory, limits, shared memory."""
 
 import importlib.metadata
 import os
@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 
 from kvferry.cli.doctor.finding import Finding, fail, ok, warn
-from kvferry.cli.up.ports import is_free
 
 OLDEST_PYTHON = (3, 11)
 LEAST_CORES = 2
@@ -78,16 +77,6 @@ def shared_memory(path: Path = Path("/dev/shm")) -> Finding:  # noqa: S108  # th
     if usage.free < LEAST_SHM:
         return warn("shared memory", text, "the shm provider needs room: remove what is left there, or --shm-size 1g")
     return ok("shared memory", text)
-
-
-def ports(host: str, wanted: list[int]) -> list[Finding]:
-    """Ports that a router binds to."""
-    return [
-        ok(f"port {port}", f"free on {host}")
-        if is_free(host, port)
-        else fail(f"port {port}", f"in use on {host}", "end who holds it (ss -ltnp tells), or choose another port")
-        for port in wanted
-    ]
 
 
 def gib(size: int) -> str:

@@ -1,5 +1,6 @@
 """Check of a model folder: is everything there that a node reads."""
 
+import importlib
 from pathlib import Path
 
 import orjson
@@ -13,7 +14,7 @@ INDEX = "model.safetensors.index.json"
 def model(folder: Path | None) -> Finding:
     """A folder in Hugging Face form; None: the default model, which is made when needed."""
     if folder is None:
-        return ok("model", "the default model, prepared on first use (kvferry model does it now)")
+        return _default()
     if not folder.is_dir():
         return fail("model", f"{folder} is no folder", "give --model the folder that holds config.json")
     lacking = [name for name in NEEDED if not (folder / name).is_file()] + _lacking_weights(folder)
@@ -27,6 +28,19 @@ def model(folder: Path | None) -> Finding:
     if not _has_template(folder):
         return warn("model", f"{folder}: {architecture}, no chat template", "chat requests will be refused")
     return ok("model", f"{folder}: {architecture}")
+
+
+def _default() -> Finding:
+    """The default model, which is made when it is first needed."""
+    try:
+        # The engine is optional here: a client has none.
+        engine = importlib.import_module("kvferry_engine.default_model")
+    except ImportError:
+        return warn("model", "the default model needs the engine", "pip install 'kvferry[worker]', or give --model")
+    folder = engine.models_folder() / engine.NAME
+    if engine.is_whole(folder):
+        return ok("model", f"{folder}: the default model")
+    return ok("model", "the default model, prepared on first use (kvferry model does it now)")
 
 
 def _lacking_weights(folder: Path) -> list[str]:

@@ -2,18 +2,20 @@
 
 import asyncio
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import click
+from click.decorators import FC
 from rich.console import Console
 
 from kvferry.cli.model import prepare
+from kvferry.cli.up.check import checked
 from kvferry.cli.up.demo import PROMPT
 from kvferry.cli.up.plan import ROLES, ClusterOptions
 from kvferry.cli.up.run import RunOptions, run
 
 READY_SECONDS = 180.0
-DRAIN_SECONDS = 10.0
 ENV_PREFIX = "KVFERRY_UP"
 
 
@@ -21,6 +23,11 @@ def _log_dir(port: int) -> Path:
     """Logs stay after the end, so they do not belong into a temporary folder; one folder per port, made anew."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "kvferry" / "logs" / str(port)
+
+
+def _passed(flag: str, metavar: str, text: str) -> Callable[[FC], FC]:
+    """An option that goes on to the services as it is: they know what it may be, and what it is by default."""
+    return click.option(flag, default=None, metavar=metavar, help=f"{text} [default: the services' own]")
 
 
 @click.command(context_settings={"auto_envvar_prefix": ENV_PREFIX, "show_default": True})
@@ -58,54 +65,25 @@ def _log_dir(port: int) -> Path:
 @click.option("--host", default="127.0.0.1", help="Address to serve at. Keep it private: there is no authentication.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, help="Port of the OpenAI HTTP API.")
 @click.option("--zmq-port", type=click.IntRange(1, 65535), default=5555, help="Port of the ZeroMQ API.")
-@click.option(
-    "--provider",
-    type=click.Choice(["auto", "tcp", "net", "shm", "local", "verbs", "efa"]),
-    default="auto",
-    help="What carries the KV cache: a libfabric provider, or local: shared memory.",
-)
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16"]), default="float32", help="Of weights and KV cache.")
-@click.option("--page-size", type=click.IntRange(min=1), default=16, help="Tokens in a KV page.")
-@click.option("--chunk-size", type=click.IntRange(min=1), default=512, help="Most tokens of one prefill pass.")
-@click.option("--kv-memory", default="1GiB", metavar="SIZE", help="KV cache of each rank.")
-@click.option(
-    "--local-prefill-tokens",
-    type=click.IntRange(min=0),
-    default=None,
-    help="Prompts with at most so many tokens are prefilled by the decoder itself. [default: the decoder's own]",
-)
+@_passed("--provider", "NAME", "What carries the KV cache: a libfabric provider, or local: shared memory.")
+@_passed("--device", "NAME", "What prefillers and decoders compute on: cpu, cuda, cuda:N, or auto.")
+@_passed("--dtype", "NAME", "Of weights and KV cache: bfloat16 or float32.")
+@_passed("--page-size", "TOKENS", "Tokens in a KV page.")
+@_passed("--chunk-size", "TOKENS", "Most tokens of one prefill pass.")
+@_passed("--kv-memory", "SIZE", "KV cache of each rank, such as 512MiB.")
+@_passed("--local-prefill-tokens", "TOKENS", "Prompts with at most so many tokens are prefilled by the decoder itself.")
 @click.option(
     "--mixed",
     is_flag=True,
     help="No prefillers: every decoder prefills its own prompts, in chunks of --chunk-size beside its decoding "
     "requests. The baseline that disaggregation is compared with.",
 )
-@click.option(
-    "--speculate",
-    type=click.Choice(["off", "ngram", "mtp"]),
-    default="off",
-    help="How decoders guess tokens ahead; answers stay the same.",
-)
-@click.option(
-    "--draft-tokens",
-    type=click.IntRange(1, 16),
-    default=None,
-    help="Tokens that --speculate guesses ahead at most. [default: the decoder's own]",
-)
-@click.option(
-    "--threads",
-    type=click.IntRange(min=0),
-    default=None,
-    help="CPU threads of each prefiller's and decoder's forward pass. [default: the services' own]",
-)
+@_passed("--speculate", "WAY", "How decoders guess tokens ahead: off, ngram or mtp; answers stay the same.")
+@_passed("--draft-tokens", "TOKENS", "Tokens that --speculate guesses ahead at most.")
+@_passed("--threads", "COUNT", "CPU threads of each prefiller's and decoder's forward pass.")
 @click.option("--served-model-name", default=None, help="Name that clients ask for. [default: the folder's name]")
 @click.option("--verify-kv", is_flag=True, help="Compare checksums of every KV page, source against destination.")
-@click.option(
-    "--log-level",
-    type=click.Choice(["debug", "info", "warning", "error"]),
-    default="info",
-    help="Least severity that the services log.",
-)
+@_passed("--log-level", "LEVEL", "Least severity that the services log.")
 @click.option(
     "--log-dir",
     type=click.Path(file_okay=False, path_type=Path),
@@ -113,7 +91,7 @@ def _log_dir(port: int) -> Path:
     help="Folder for a log file per process. [default: ~/.local/state/kvferry/logs/PORT]",
 )
 @click.option("--ready-seconds", type=float, default=READY_SECONDS, help="How long the cluster may take to come up.")
-@click.option("--drain-seconds", type=float, default=DRAIN_SECONDS, help="How long running requests may take to end.")
+@_passed("--drain-seconds", "SECONDS", "How long running requests may take to end.")
 @click.option("--namespace", default=None, help="Prefix of Redis keys, where several clusters share one Redis.")
 @click.option("--demo", is_flag=True, help="Send one chat completion when all is ready, and show its time line.")
 @click.option("--oneshot", is_flag=True, help="Like --demo, and end after the answer: status 0 if it came.")
@@ -142,7 +120,7 @@ def command(ctx: click.Context, /, **given: object) -> None:
     running = {name: given.pop(name) for name in ("demo", "oneshot", "prompt", "ready_seconds")}
     log_dir = given.pop("log_dir") or _log_dir(int(str(given["port"])))
     cluster = ClusterOptions(model=model, extra=extra, faults=faults, **given)  # type: ignore[arg-type]  # click checked
-    options = RunOptions(cluster=cluster, log_dir=log_dir, **running)  # type: ignore[arg-type]
+    options = RunOptions(cluster=checked(cluster), log_dir=log_dir, **running)  # type: ignore[arg-type]
     ctx.exit(asyncio.run(run(options, console)))
 
 

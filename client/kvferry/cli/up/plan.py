@@ -28,22 +28,23 @@ class ClusterOptions:
     host: str = "127.0.0.1"
     port: int = 8000
     zmq_port: int = 5555
-    provider: str = "auto"
+    provider: str | None = None
+    device: str | None = None
     dtype: str | None = None
-    page_size: int | None = None
-    chunk_size: int | None = None
+    page_size: str | None = None
+    chunk_size: str | None = None
     kv_memory: str | None = None
-    local_prefill_tokens: int | None = None
+    local_prefill_tokens: str | None = None
     mixed: bool = False
     """Decoders prefill by themselves, and there are no prefillers."""
     speculate: str | None = None
-    draft_tokens: int | None = None
+    draft_tokens: str | None = None
     verify_kv: bool = False
-    log_level: str = "info"
-    drain_seconds: float = 30.0
+    log_level: str | None = None
+    drain_seconds: float | None = None
     namespace: str | None = None
     served_model_name: str | None = None
-    threads: int | None = None
+    threads: str | None = None
     faults: dict[str, str] = field(default_factory=dict)
     """Role -> faults to inject."""
     extra: dict[str, list[str]] = field(default_factory=dict)
@@ -71,7 +72,7 @@ class ClusterOptions:
 
 
 COMMON = ("model", "served_model_name", "host", "log_level", "drain_seconds", "namespace")
-WORKER = ("provider", "dtype", "page_size", "kv_memory", "threads")
+WORKER = ("provider", "device", "dtype", "page_size", "kv_memory", "threads")
 OWN: dict[str, tuple[str, ...]] = {
     "router": ("zmq_port",),
     "prefiller": (*WORKER, "chunk_size"),
@@ -94,7 +95,7 @@ def service_specs(
             # Not a flag: a URL may hold a password, and command lines are for all to read.
             env={"KVFERRY_REDIS_URL": redis_url, "PYTHONUNBUFFERED": "1"},
             probe=http_probe(f"{http_url(options.host, port)}/ready", client),
-            grace=options.drain_seconds + GRACE_EXTRA,
+            grace=(options.drain_seconds or 0.0) + GRACE_EXTRA,
         )
         for name, role, port in places
     ]

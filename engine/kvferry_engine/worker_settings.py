@@ -56,7 +56,7 @@ class WorkerSettings(NodeSettings, kw_only=True, frozen=True):
         ),
     ] = "auto"
     huge_pages: Annotated[bool, help_text("Take KV pages from the machine's reserved huge pages, if they suffice.")] = (
-        False
+        True
     )
     provider: Annotated[
         Literal["auto", "efa", "verbs", "tcp", "net", "shm", "local"],

@@ -73,6 +73,7 @@ static int map_region(kf_map *map, const kf_word *word, int fd) {
   void *start = mmap(NULL, mapped, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (start == MAP_FAILED) return -errno;
   (void)madvise(start, mapped, MADV_DONTFORK);
+  (void)madvise(start, mapped, MADV_HUGEPAGE); /* who touches a page first says how large it is, and that is mostly us */
   map->mapping = start;
   map->mapped = mapped;
   map->start = (unsigned char *)start + word->offset;

@@ -4,6 +4,7 @@ A rank's KV pool lives in one, so that the process that owns the fabric can regi
 and so that a peer on the same host can write into it without a NIC.
 """
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -11,6 +12,8 @@ import os
 import socket
 import struct
 from typing import Self
+
+from kvferry_fabric.huge_pages import Backing, huge_pages
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """A mapping of memory that shrinks ends its process with SIGBUS: whoever maps it must know that it never will."""
@@ -25,20 +28,24 @@ class SharedMemory:
         """Map `size` bytes of the memfd `fd`, which belongs to this object from now on. Use create() or receive()."""
         self.size = size
         self.huge = huge
-        """Whether it lies in huge pages."""
+        """Whether it lies in reserved huge pages."""
         self._fd = fd
         try:
             self._mapping = mmap.mmap(fd, mapped_bytes(fd) if huge else size)
         except BaseException:
             os.close(fd)
             raise
+        if not huge:
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._buffer: memoryview | None = memoryview(self._mapping)[:size]
 
     @classmethod
     def create(cls, size: int, name: str, *, huge: bool = False) -> Self:
         """Make new memory; `name` is what /proc/PID/maps shows. Raises OSError, ValueError for a size below 1.
 
-        With `huge`, it is taken from the machine's reserved huge pages if they suffice, and else quietly not.
+        With `huge`, it is taken from the machine's reserved huge pages if they suffice, and else quietly not. Where the
+        machine gives shared memory transparent huge pages for the asking, it asks.
         """
         if size < 1:
             msg = f"shared memory must have at least one byte, got {size}"
@@ -70,6 +77,13 @@ class SharedMemory:
     def send(self, connection: socket.socket) -> None:
         """Hand the memory to the process at the other end of a connected unix socket, which maps it with receive()."""
         socket.send_fds(connection, [_SIZE.pack(self.size)], [self.fd])
+
+    @property
+    def backing(self) -> Backing:
+        """What pages it is in, as far as the machine's settings tell."""
+        if self.huge:
+            return Backing.RESERVED
+        return Backing.TRANSPARENT if huge_pages().transparent else Backing.ORDINARY
 
     @property
     def fd(self) -> int:
@@ -126,7 +140,7 @@ def _memfd(size: int, name: str, flags: int) -> int:
 
 def _huge_memfd(size: int, name: str) -> int | None:
     """A memfd in huge pages, all of them allocated: one that is missing when touched would end the process."""
-    page = _huge_page_bytes()
+    page = huge_pages().page_bytes
     if page == 0:
         return None
     whole = -(-size // page) * page
@@ -146,13 +160,6 @@ def _allocated_memfd(size: int, name: str) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _huge_page_bytes() -> int:
-    """Size of the kernel's default huge page; 0 if it has none."""
-    with open("/proc/meminfo", encoding="ascii") as lines:  # noqa: PTH123 - a line at a time
-        sizes = [int(line.split()[1]) << 10 for line in lines if line.startswith("Hugepagesize:")]
-    return sizes[0] if sizes else 0
 
 
 def _check(fd: int, size: int) -> None:

@@ -34,7 +34,7 @@ SLOTS, SLOT_PAGES, PAGE = 4, 64, 16384
 GENERATIONS = 1024
 OVER_LINKS = {"tcp", "net"}
 SILENCE = 4.0
-"""A link that is up again is silent for up to 3 s more: ARP asks again after 1 s, and TCP, in doubling steps, by 3 s."""
+"""A link that is up again may be silent for 3 s more: ARP asks again after 1 s, and TCP, in doubling steps, by 3 s."""
 
 
 @dataclass

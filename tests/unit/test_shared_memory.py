@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from kvferry_engine.kv_pool import KVPool
-from kvferry_fabric import SharedMemory
+from kvferry_fabric import SharedMemory, shared_memory
+from kvferry_fabric.huge_pages import Backing, HugePages, huge_pages
 from kvferry_proto.layout import KVLayout
 
 LAYOUT = KVLayout(model="m", dtype="float32", layers=3, kv_heads=2, head_dim=8, page_size=4)
@@ -147,9 +148,50 @@ def test_huge_pages_are_taken_whole_and_at_once(monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", lambda *what: allocated.append(what[1:]))
     with SharedMemory.create((2 << 20) + 5, "test", huge=True) as memory:
         assert memory.huge
+        assert memory.backing is Backing.RESERVED
         assert len(memory.buffer) == memory.size == (2 << 20) + 5
         assert os.fstat(memory.fd).st_size % (2 << 20) == 0
         assert allocated == [(0, os.fstat(memory.fd).st_size)]
+
+
+MEMINFO = "MemTotal:  1 kB\nHugePages_Total:  8\nHugePages_Free:  3\nHugepagesize:  2048 kB\nDirectMap1G:\n"
+
+
+@pytest.mark.parametrize(
+    ("setting", "transparent"),
+    [
+        ("always within_size advise [never] deny force", False),
+        ("always within_size [advise] never deny force", True),
+        ("always [within_size] advise never deny force", True),
+        ("always within_size advise never [deny] force", False),
+        ("", False),
+    ],
+)
+def test_what_huge_pages_a_machine_has_is_read(tmp_path, setting, transparent):
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    (tmp_path / "shmem").write_text(setting)
+    assert huge_pages(tmp_path / "meminfo", tmp_path / "shmem") == HugePages(2 << 20, 8, 3, transparent)
+
+
+def test_a_machine_that_tells_nothing_of_huge_pages_has_none(tmp_path):
+    assert huge_pages(tmp_path / "a", tmp_path / "b") == HugePages(0, 0, 0, transparent=False)
+
+
+@pytest.mark.parametrize("transparent", [False, True])
+def test_memory_says_what_pages_it_is_in(monkeypatch, transparent):
+    machine = huge_pages()._replace(transparent=transparent)
+    monkeypatch.setattr(shared_memory, "huge_pages", lambda: machine)
+    with SharedMemory.create(4 << 20, "kvferry-asks") as memory:
+        assert memory.backing == (Backing.TRANSPARENT if transparent else Backing.ORDINARY)
+        assert asks_for_huge_pages("kvferry-asks") == Path("/sys/kernel/mm/transparent_hugepage").exists()
+        memory.buffer[:] = bytes(4 << 20)
+
+
+def asks_for_huge_pages(name: str) -> bool:
+    """Whether the mapping of this name has the flag that madvise sets."""
+    lines = Path("/proc/self/smaps").read_text(encoding="ascii").splitlines()
+    at = next(i for i, line in enumerate(lines) if name in line)
+    return " hg" in next(line for line in lines[at:] if line.startswith("VmFlags:"))
 
 
 def test_a_pool_in_memory_of_another_size_is_refused():

@@ -8,6 +8,7 @@ import orjson
 import pytest
 from kvferry.cli.doctor import command, topology
 from kvferry_fabric import checks
+from kvferry_fabric.huge_pages import HugePages
 from kvferry_fabric.topology import TopologyError, plan, read_file
 
 DATA = Path(__file__).parents[1] / "data/topology"
@@ -39,7 +40,31 @@ def test_the_finding_says_what_there_is(monkeypatch):
 
 
 def test_the_finding_of_this_machine_is_made():
-    assert [one["name"] for one in checks.findings()] == ["fabric extension", "topology"]
+    assert [one["name"] for one in checks.findings()] == ["fabric extension", "topology", "huge pages"]
+
+
+@pytest.mark.parametrize(
+    ("found", "level", "text"),
+    [
+        (
+            HugePages(2 << 20, 512, 500, transparent=False),
+            "ok",
+            "500 of 512 reserved ones of 2 MiB free",
+        ),
+        (
+            HugePages(2 << 20, 0, 0, transparent=True),
+            "ok",
+            "transparent ones on request",
+        ),
+        (HugePages(2 << 20, 512, 0, transparent=False), "warn", "0 of 512 reserved ones"),
+        (HugePages(0, 0, 0, transparent=False), "warn", "0 of 0 reserved ones of 0 MiB free"),
+    ],
+)
+def test_huge_pages_are_a_finding(found, level, text):
+    finding = checks.huge_pages_for_pools(found)
+    assert finding["level"] == level
+    assert text in finding["text"]
+    assert ("shmem_enabled" in finding["advice"]) == (level == "warn")
 
 
 def test_a_topology_that_cannot_be_read_is_a_warning_with_advice(monkeypatch):

@@ -56,16 +56,34 @@ static void run_connect(kf_engine *engine, kf_command *command) {
   command->subject = kf_peers_insert(engine, command->addresses, command->count, command->seat, command->error);
 }
 
-kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains,
-                    const char *seat, kf_error *error) {
-  kf_address_bytes copies[KF_MAX_DOMAINS];
-  uint32_t count = domains < KF_MAX_DOMAINS ? domains : KF_MAX_DOMAINS; /* too many, too long: refused by peers.c */
+/* Too many, or too long: as far as there is room. Returns how many. */
+static uint32_t copy_addresses(kf_address_bytes *copies, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains) {
+  uint32_t count = domains < KF_MAX_DOMAINS ? domains : KF_MAX_DOMAINS;
   for (uint32_t i = 0; i < count; addresses += lengths[i++]) {
     copies[i].length = lengths[i];
     memcpy(copies[i].bytes, addresses, lengths[i] < KF_ADDRESS_MAX ? lengths[i] : KF_ADDRESS_MAX);
   }
+  return count;
+}
+
+kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains,
+                    const char *seat, kf_error *error) {
+  kf_address_bytes copies[KF_MAX_DOMAINS];
+  (void)copy_addresses(copies, addresses, lengths, domains); /* what there was no room for is refused by peers.c */
   kf_command command = {.run = run_connect, .addresses = copies, .count = domains, .seat = seat, .error = error};
   return kf_command_call(engine, &command) == 0 ? command.subject : NULL;
+}
+
+static void run_forget(kf_engine *engine, kf_command *command) {
+  kf_peers_forget(engine, command->addresses, command->count, command->seat);
+}
+
+int kf_forget(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains, const char *seat,
+              kf_error *error) {
+  kf_address_bytes copies[KF_MAX_DOMAINS];
+  uint32_t count = copy_addresses(copies, addresses, lengths, domains);
+  kf_command command = {.run = run_forget, .addresses = copies, .count = count, .seat = seat, .error = error};
+  return kf_command_call(engine, &command);
 }
 
 static void run_disconnect(kf_engine *engine, kf_command *command) {

@@ -85,6 +85,8 @@ int kf_local_fd(const kf_engine *engine);
 bool kf_local_turn(kf_engine *engine, kf_transfer *transfer);
 int kf_link_get(kf_engine *engine, const char *name, bool needed, kf_link **link, kf_error *error);
 void kf_link_hold(kf_link *link);
+bool kf_link_is_lost(const kf_link *link);
+void kf_link_forget(kf_engine *engine, const char *name);
 void kf_link_drop(kf_engine *engine, kf_link *link);
 
 #endif

@@ -172,6 +172,9 @@ void kf_region_remote(const kf_region *region, kf_remote *remote);
 kf_peer *kf_connect(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains,
                     const char *seat, kf_error *error); /* one address a domain of the peer, one behind the other */
 int kf_disconnect(kf_engine *engine, kf_peer *peer, kf_error *error); /* takes effect when its transfers have ended */
+/* Who is there is held to be gone: transfers to it fail, and no connection to it is kept. Connecting again is allowed. */
+int kf_forget(kf_engine *engine, const unsigned char *addresses, const uint32_t *lengths, uint32_t domains, const char *seat,
+              kf_error *error);
 
 kf_counter *kf_counter_new(kf_engine *engine, kf_error *error);
 kf_counter *kf_counter_over(kf_engine *engine, uint64_t *word, kf_error *error); /* of the caller's, who need not bump */

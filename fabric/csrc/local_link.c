@@ -10,9 +10,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+bool kf_link_is_lost(const kf_link *link) { return link->end.fd < 0; }
+
 static kf_link *find(const kf_local *local, const char *name) {
   for (kf_link *link = local->links; link; link = link->next)
-    if (strcmp(link->name, name) == 0) return link;
+    if (!kf_link_is_lost(link) && strcmp(link->name, name) == 0) return link;
   return NULL;
 }
 
@@ -149,6 +151,8 @@ static bool uses(const kf_transfer *t, const kf_link *link) {
 /* The receiver is gone: its memory is let go, and what was to go there fails, whatever it waits for. */
 void kf_link_lose(kf_engine *engine, kf_link *link) {
   kf_local_forget(&link->end);
+  kf_local_drop_fd(link->bell);
+  link->bell = -1;
   while (link->maps) drop_map(link, link->maps);
   kf_link_hold(link); /* the last transfer to fail may be its last user */
   for (kf_transfer *t = engine->active.next, *next; t != &engine->active; t = next) {
@@ -157,6 +161,11 @@ void kf_link_lose(kf_engine *engine, kf_link *link) {
       kf_transfer_stop(engine, t, KF_END_FAILED, ECONNRESET, "the receiver, a process of this host, has died or closed its fabric");
   }
   kf_link_drop(engine, link);
+}
+
+void kf_link_forget(kf_engine *engine, const char *name) {
+  kf_link *link = engine->local ? find(engine->local, name) : NULL;
+  if (link) kf_link_lose(engine, link);
 }
 
 void kf_link_hold(kf_link *link) { link->users++; }

@@ -105,8 +105,9 @@ static kf_peer *insert_new(kf_engine *engine, const kf_address_bytes *addresses,
   return peer;
 }
 
-static void link_to(kf_peer *peer, kf_link *link) {
-  if (!link || peer->link) return;
+static void link_to(kf_engine *engine, kf_peer *peer, kf_link *link) {
+  if (!link || (peer->link && !kf_link_is_lost(peer->link))) return;
+  if (peer->link) kf_link_drop(engine, peer->link);
   peer->link = link;
   kf_link_hold(link);
 }
@@ -120,7 +121,7 @@ kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, u
   kf_peer *peer = find(engine, addresses, domains, link);
   if (!peer) peer = insert_new(engine, addresses, domains, error);
   if (!peer) return NULL;
-  link_to(peer, link);
+  link_to(engine, peer, link);
   peer->users++;
   return peer;
 }
@@ -138,6 +139,32 @@ static int remove_peer(kf_engine *engine, kf_peer *peer, kf_error *error) {
 
 int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error) {
   return --peer->users ? 0 : remove_peer(engine, peer, error);
+}
+
+static bool has_address(const kf_peer *peer, const kf_address_bytes *addresses, uint32_t domains) {
+  for (uint32_t i = 0; i < peer->domains; i++)
+    for (uint32_t j = 0; j < domains; j++)
+      if (same_address(&peer->addresses[i], &addresses[j])) return true;
+  return false;
+}
+
+/* Cut first: then what was posted, and is not known to have landed, cannot land any more. */
+static void cut_all(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains) {
+  for (uint32_t i = 0; i < engine->domain_count; i++)
+    for (uint32_t j = 0; j < domains && engine->domains[i].provider->over_sockets; j++)
+      if (kf_sockets_abort(&engine->domains[i], &addresses[j]) < 0) kf_add(&engine->errors, 1);
+}
+
+/* Providers without sockets of ours confirm, or fail, what is in flight by themselves. */
+void kf_peers_forget(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat) {
+  cut_all(engine, addresses, domains);
+  for (kf_transfer *t = engine->active.next, *next; t != &engine->active; t = next) {
+    next = t->next;
+    if (!has_address(t->plan.peer, addresses, domains)) continue;
+    if (t->in_flight == 0 && t->unsealed && t->path->domain->provider->over_sockets) kf_transfer_lose(t);
+    kf_transfer_stop(engine, t, KF_END_FAILED, ECONNRESET, "the receiver is held to be lost");
+  }
+  kf_link_forget(engine, seat);
 }
 
 /* The endpoints and their address vectors are closed already, and every connection with them. */

@@ -38,6 +38,7 @@ struct kf_peer {
 kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat,
                          kf_error *error);
 int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error);
+void kf_peers_forget(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat);
 void kf_peers_close(kf_engine *engine);
 const char *kf_peer_name(const kf_peer *peer, char *text, size_t room);
 

@@ -137,6 +137,10 @@ class Fabric(Protocol):
         """Prepare to write to the engine that has these addresses, and this seat."""
         ...
 
+    def forget(self, addresses: tuple[str, ...], seat: str = "") -> None:
+        """Who is there is held to be gone: transfers to it fail, connections are not kept."""
+        ...
+
     def new_counter(self) -> CounterHandle:
         """A layer counter that stands at 0."""
         ...

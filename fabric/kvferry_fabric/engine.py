@@ -9,7 +9,7 @@ from kvferry_proto.memory import MAX_DOMAINS
 from kvferry_fabric.device_memory import DeviceRange
 from kvferry_fabric.errors import FabricError
 from kvferry_fabric.events import DomainStats, EngineStats
-from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle
+from kvferry_fabric.handles import LayerCounter, MemoryRegion, Peer, _Handle, forget
 from kvferry_fabric.host import sharing_scope
 from kvferry_fabric.native import NativeEngine
 from kvferry_fabric.providers import LOCAL, choose
@@ -144,6 +144,16 @@ class TransferEngine(Writing):
         if self.provider == LOCAL:
             return Peer(self._native, self._handles, addresses, (), "".join(addresses))
         return Peer(self._native, self._handles, addresses, addresses, seat)
+
+    def forget(self, addresses: tuple[str, ...], seat: str = "") -> None:
+        """The engine there is held to be gone: transfers to it fail, and no connection to it is kept.
+
+        Otherwise a host that vanished without a word keeps a socket of ours until that is next used. Connecting there
+        again is allowed, as it may have stood still only. Raises FabricError if an address is not hexadecimal.
+        """
+        if self.provider == LOCAL:
+            addresses, seat = (), "".join(addresses)
+        forget(self._native, addresses, seat)
 
     def new_counter(self, word: memoryview | None = None) -> LayerCounter:
         """Return a layer counter that stands at 0, or at what `word` holds.

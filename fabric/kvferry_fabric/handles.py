@@ -153,6 +153,19 @@ def _raw(address: str) -> bytes:
         raise FabricError(msg) from wrong
 
 
+def _place(native: NativeEngine, addresses: tuple[str, ...], seat: str) -> tuple[Any, ...]:
+    """Addresses and seat, as C takes them."""
+    raw = [_raw(address) for address in addresses]
+    return b"".join(raw), list(map(len, raw)), len(raw), native.ffi.new("char[]", seat.encode())
+
+
+def forget(native: NativeEngine, addresses: tuple[str, ...], seat: str) -> None:
+    """Hold who is there to be gone. Raises FabricError if an address is not hexadecimal."""
+    error = native.new_error()
+    if native.lib.kf_forget(native.pointer, *_place(native, addresses, seat), error) < 0:
+        native.fail(error)
+
+
 class Peer(_Handle):
     """An engine that can be written to. Connecting to the same addresses again shares the connections."""
 
@@ -161,10 +174,8 @@ class Peer(_Handle):
     def __init__(
         self, native: NativeEngine, owner: set[_Handle], addresses: tuple[str, ...], domains: tuple[str, ...], seat: str
     ) -> None:
-        raw = [_raw(address) for address in domains]
         error = native.new_error()
-        where = native.ffi.new("char[]", seat.encode())
-        handle = native.lib.kf_connect(native.pointer, b"".join(raw), list(map(len, raw)), len(raw), where, error)
+        handle = native.lib.kf_connect(native.pointer, *_place(native, domains, seat), error)
         if not handle:
             native.fail(error)
         self.addresses = addresses

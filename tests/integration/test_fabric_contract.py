@@ -104,6 +104,21 @@ def test_handles_are_kept_while_a_transfer_needs_them_and_are_of_their_engine_al
     assert {name: getattr(stats, name) for name in HELD} == dict.fromkeys(HELD, 0)
 
 
+def test_transfers_to_one_that_is_forgotten_fail_and_it_can_be_written_to_again(pair) -> None:
+    source, target = pair.permuted(5)
+    pair.sender.schedule_layers(pair.chunk(source, target))
+    pair.sender.forget(pair.receiver.addresses, pair.receiver.seat)
+    failed = rig.end_of(pair.sender)
+    assert (failed.kind, failed.error) == (EventKind.FAILED, errno.ECONNRESET)
+    assert "held to be lost" in failed.text
+    pair.counter.bump(pair.layers)
+    pair.sender.schedule_layers(pair.chunk(source, target))
+    assert rig.end_of(pair.sender).kind is EventKind.DONE
+    np.testing.assert_array_equal(pair.target, pair.expected(source, target))
+    with pytest.raises(FabricError, match="not hexadecimal"):
+        pair.sender.forget(("zz",))
+
+
 def test_what_cannot_be_is_refused_at_once(pair) -> None:
     for address in ("zz", "", "00", "ff" * 300):
         with pytest.raises(FabricError, match=r"not hexadecimal|not an address"):

@@ -17,7 +17,8 @@ import msgspec
 import numpy as np
 import pytest
 import xxhash
-from kvferry_fabric import ChunkSchedule, EventKind, FabricError, SharedMemory, Transfer, TransferEngine, runs
+from fabric_rig import schedule
+from kvferry_fabric import EventKind, FabricError, SharedMemory, TransferEngine
 
 PIECE = 256 << 10
 """Bytes that are copied between two looks at whether the key still holds (KF_PIECE)."""
@@ -27,17 +28,6 @@ PIECE = 256 << 10
 def sender() -> Iterator[TransferEngine]:
     with TransferEngine("local", incarnation=1, stall_seconds=0.5) as engine:
         yield engine
-
-
-def schedule(engine: TransferEngine, region, remote, pages: np.ndarray, page: int = 4096, **changes) -> Transfer:
-    """Send `pages` of the region to the same places of `remote`."""
-    fields = {
-        "counter": None, "first_value": 0, "layers": 1, "region": region, "slot": 1, "generation": 1, "remote": remote,
-        "source_layer_stride": 0, "destination_layer_stride": 0, "source_page_stride": page, "length": page,
-        "destination_page_stride": page, "runs": runs(pages, pages),
-    }  # fmt: skip
-    fields["peer"] = engine.connect(remote.addresses, remote.seat)
-    return engine.schedule_layers(ChunkSchedule(**{**fields, **changes}))
 
 
 def open_fds(process: "subprocess.Popen[str]") -> int:
@@ -151,8 +141,8 @@ def test_a_killed_receiver_fails_its_transfers_at_once_and_no_others(sender) -> 
         done = rig.end_of(sender)
         assert (done.kind, done.transfer) == (EventKind.DONE, waiting)
         assert healthy.ask("wait 15") == ["ARRIVED"]
-        schedule(sender, region, doomed.descriptor, pages)
-        assert rig.end_of(sender).error == errno.ECONNRESET
+        with pytest.raises(FabricError, match="answers at"):
+            schedule(sender, region, doomed.descriptor, pages)
 
 
 def test_a_receiver_that_is_stopped_fails_the_transfer_once_its_ring_is_full(sender) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from kvferry_fabric import ChunkSchedule, Event, EventKind, Fabric, SharedMemory, TransferEngine, runs
+from kvferry_fabric import ChunkSchedule, Event, EventKind, Fabric, SharedMemory, Transfer, TransferEngine, runs
 from kvferry_fabric.in_memory import MemoryEngine, Network
 from kvferry_proto.memory import MemoryDescriptor
 
@@ -126,6 +126,18 @@ class Pair:
         memory = np.full_like(self.target, 0xA5)
         memory[:layers, target] = self.source[:layers, source]
         return memory
+
+
+def schedule(engine: TransferEngine, region, remote, pages: np.ndarray, page: int = 4096, **changes) -> Transfer:
+    """Send `pages` of the region to the same places of `remote`."""
+    fields = {
+        "counter": None, "first_value": 0, "layers": 1, "region": region, "slot": 1, "generation": 1, "remote": remote,
+        "source_layer_stride": 0, "destination_layer_stride": 0, "source_page_stride": page, "length": page,
+        "destination_page_stride": page, "runs": runs(pages, pages),
+    }  # fmt: skip
+    if "peer" not in changes:
+        fields["peer"] = engine.connect(remote.addresses, remote.seat)
+    return engine.schedule_layers(ChunkSchedule(**{**fields, **changes}))
 
 
 class Receiver:

@@ -57,6 +57,7 @@ class Fabric:
         self.peers = 0
         self.made = 0
         self.refuses = False
+        self.forgotten = []
 
     def attach(self, _loop, _on_event):
         pass
@@ -68,6 +69,9 @@ class Fabric:
         self._refuse()
         self.peers += 1
         return SimpleNamespace(close=self._disconnect)
+
+    def forget(self, addresses, seat):
+        self.forgotten.append((addresses, seat))
 
     def _disconnect(self):
         self.peers -= 1

@@ -74,6 +74,14 @@ class MemoryEngine(Looping):
         _check_address(addresses[0])
         return PeerLink(self, addresses)
 
+    def forget(self, addresses: tuple[str, ...], seat: str = "") -> None:  # noqa: ARG002 - it has no seat
+        """Who is there is held to be gone: what is on its way there is dropped, and its transfers fail."""
+        self.check_open()
+        for address in addresses:
+            _check_address(address)
+            self.network.cut(self, address)
+            self.peer_is_lost(address, "the receiver is held to be lost")
+
     def new_counter(self) -> Counter:
         """Return a layer counter that stands at 0."""
         self.check_open()
@@ -256,11 +264,11 @@ class MemoryEngine(Looping):
             self._events.append(event)
             self._signal()
 
-    def peer_is_lost(self, address: str) -> None:
-        """Whoever had this address has died."""
+    def peer_is_lost(self, address: str, text: str) -> None:
+        """Nothing reaches this address any more."""
         for transfer in list(self._transfers.values()):
             if transfer.peer == address:
-                transfer.lose()
+                transfer.lose(text)
 
     def uses(self, handle: Handle) -> bool:
         """Whether a transfer still needs a handle."""

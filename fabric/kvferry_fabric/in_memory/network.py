@@ -54,7 +54,13 @@ class Network:
             raise FabricError(msg)
         self.leave(engine)
         for other in list(self.engines.values()):
-            other.peer_is_lost(address)
+            other.peer_is_lost(address, "connection to the receiver was lost: the receiver has died")
+
+    def cut(self, engine: "MemoryEngine", address: str) -> None:
+        """What this engine has on its way there never lands."""
+        self.flying = [
+            write for write in self.flying if (write.transfer.engine, write.transfer.peer) != (engine, address)
+        ]
 
     def post(self, write: Write) -> None:
         """Send a write on its way."""

@@ -185,11 +185,11 @@ class Transfer:
             self._error, self._text = error, text
         self.stop(EventKind.FAILED)
 
-    def lose(self) -> None:
+    def lose(self, text: str) -> None:
         """Its peer is gone: what is still counted as in flight was dropped on the way."""
         if self._last is None:
             self.in_flight = 0
-            self.failed_to_post(errno.ECONNRESET, "connection to the receiver was lost: the receiver has died")
+            self.failed_to_post(errno.ECONNRESET, text)
 
     def expire(self) -> None:
         """Fail, if it has not ended by its deadline; what is in flight is waited for all the same."""

@@ -8,6 +8,7 @@ writes when the model's counter says that the layer is done; no Python runs in b
 import numpy as np
 from kvferry_engine.worker import Worker
 from kvferry_fabric import LayerCounter, PagedWrite, TransferHandle, runs
+from kvferry_proto.nodes import NodeRef
 from kvferry_proto.shards import Piece
 
 from kvferry_prefiller.contexts import Contexts
@@ -24,6 +25,7 @@ class Sender:
         self.contexts = contexts
         self._regions = worker.register()
         self._by_transfer: dict[TransferHandle, Request] = {}
+        self._places: dict[NodeRef, set[tuple[tuple[str, ...], str]]] = {}  # addresses and seats
 
     @property
     def active(self) -> int:
@@ -34,6 +36,17 @@ class Sender:
         """Reach the memory of every destination rank. Raises FabricError."""
         for memory in request.order.memory:
             request.peers.append(self._worker.fabric.connect(memory.addresses, memory.seat))
+            self._places.setdefault(request.origin.sender, set()).add((memory.addresses, memory.seat))
+
+    @property
+    def known(self) -> set[NodeRef]:
+        """Decoders whose memory was reached, and that have not been forgotten."""
+        return set(self._places)
+
+    def forget(self, decoder: NodeRef) -> None:
+        """Keep no connection to a decoder that is gone: one that vanished without a word would stay open."""
+        for addresses, seat in self._places.pop(decoder, ()):
+            self._worker.fabric.forget(addresses, seat)
 
     def disconnect(self, request: Request) -> None:
         """Let go of the destination: once no transfer of the request is left."""

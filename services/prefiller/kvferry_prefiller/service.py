@@ -174,6 +174,7 @@ class PrefillerService(WorkerService[Key, Request]):
                 continue
             self._log.info("decoder gone: cancelling", request_id=request.order.request_id, decoder=str(ref))
             self._stop(request, None)
+        self._sender.forget(ref)
         self._loop.wake()
 
     def _sweep(self, alive: Callable[[NodeRef], bool]) -> None:
@@ -183,6 +184,9 @@ class PrefillerService(WorkerService[Key, Request]):
         for ref in {each.origin.sender for each in requests if each.timeline.received < known_by}:
             if not alive(ref):
                 self.node_left(ref)
+        for ref in self._sender.known - {each.origin.sender for each in requests}:
+            if not alive(ref):
+                self._sender.forget(ref)
 
     def stood_still(self, _seconds: float) -> None:
         """This node was taken for lost meanwhile: decoders have turned elsewhere."""

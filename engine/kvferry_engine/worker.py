@@ -86,6 +86,8 @@ class Worker:
 
     def _open(self, settings: WorkerSettings, progress: Progress | None) -> None:
         self._inject(settings.faults)
+        if self.fabric.provider == "shm":
+            get_logger().warning("over shm a node that is killed can hang others for good", advice="--provider local")
         shard = Shard(0, settings.tp, self.ranks.join()) if settings.tp > 1 else ALONE
         self.model: Model = load_model(
             Path(settings.model),

@@ -25,6 +25,11 @@ OVER_NICS = tuple(name for name in PROVIDERS if name != "local")
 BIND = os.environ.get("KVFERRY_TEST_BIND", "127.0.0.1")
 
 
+def held_by_process() -> tuple[int, int]:
+    """Open file descriptors and threads of this process."""
+    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+
 def until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
     """Wait for a condition; a test's bound on waiting, not on speed."""
     end = time.monotonic() + seconds

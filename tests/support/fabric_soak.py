@@ -234,6 +234,9 @@ class Soak:
 
 def soak(provider: str, seconds: float, seed: int, say: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Run for so many seconds. Returns the sums; raises AssertionError if something does not hold."""
+    with TransferEngine(provider, incarnation=0, bind=rig.BIND):
+        pass  # what libfabric keeps for the process is opened once
+    before = rig.held_by_process()
     with ExitStack() as stack:
         hosts = stack.enter_context(netns.hosts_if_possible()) if provider in OVER_LINKS else None
         if hosts is not None:
@@ -244,7 +247,9 @@ def soak(provider: str, seconds: float, seed: int, say: Callable[[dict[str, Any]
         while time.monotonic() < end:
             if run.step(time.monotonic() - chaos):
                 chaos = time.monotonic()
-        return run.finish()
+        sums = run.finish()
+    assert rig.held_by_process() == before, "file descriptors and threads of this process"
+    return sums
 
 
 def write_until_killed(remote: MemoryDescriptor) -> None:

@@ -31,7 +31,14 @@ static int open_locks(kf_engine *e) {
   return rc;
 }
 
+/* Locks hold nothing that is to be given back. */
+static void unprepare(kf_engine *e) {
+  if (e->events.fd >= 0) (void)close(e->events.fd);
+  if (e->wake_fd >= 0) (void)close(e->wake_fd);
+}
+
 static int prepare(kf_engine *e, const kf_options *options) {
+  e->events.fd = -1;
   e->options = *options;
   snprintf(e->provider_name, sizeof e->provider_name, "%s", options->provider);
   e->options.provider = e->provider_name;
@@ -56,8 +63,8 @@ static int start_thread(kf_engine *e) {
   int rc = pthread_sigmask(SIG_SETMASK, &all, &before);
   if (rc) return -rc;
   rc = pthread_create(&e->thread, NULL, kf_thread_main, e);
-  int restored = pthread_sigmask(SIG_SETMASK, &before, NULL);
-  if (rc || restored) return -(rc ? rc : restored);
+  (void)pthread_sigmask(SIG_SETMASK, &before, NULL); /* it took `all` */
+  if (rc) return -rc;
   (void)pthread_setname_np(e->thread, "kvferry-fabric");
   pthread_mutex_lock(&e->command_lock);
   while (!e->opened) pthread_cond_wait(&e->command_done, &e->command_lock);
@@ -94,8 +101,9 @@ kf_engine *kf_open(const kf_options *options, kf_error *error) {
   }
   kf_engine *e = calloc(1, sizeof *e);
   int rc = e ? prepare(e, options) : -ENOMEM;
-  if (rc) { /* out of fds or memory at start: the process is about to end, its kernel objects with it */
+  if (rc) {
     kf_fail(error, rc, "cannot open a transfer engine: %s", fi_strerror(-rc));
+    if (e) unprepare(e);
     free(e);
     return NULL;
   }

@@ -29,11 +29,14 @@ void kf_local_forget(kf_end *end) {
 
 static int open_seat(kf_local *local, char name[KF_SEAT]) {
   local->seat = (kf_end){KF_END_SEAT, -1};
+  local->spare = -1;
   local->look = true;
   local->epoll = epoll_create1(EPOLL_CLOEXEC);
   if (local->epoll < 0) return -errno;
   int rc = kf_wire_listen(name, &local->seat.fd);
-  return rc ? rc : kf_local_watch(local, &local->seat);
+  if (rc == 0) rc = kf_local_watch(local, &local->seat);
+  if (rc == 0 && (local->spare = fcntl(local->epoll, F_DUPFD_CLOEXEC, 0)) < 0) rc = -errno;
+  return rc;
 }
 
 int kf_local_open(kf_engine *engine, kf_error *error) {
@@ -54,6 +57,7 @@ void kf_local_close(kf_engine *engine) {
     kf_link_free(link);
   }
   kf_local_forget(&local->seat);
+  kf_local_drop_fd(local->spare);
   kf_local_drop_fd(local->epoll);
   free(local);
   engine->local = NULL;

@@ -74,6 +74,7 @@ typedef struct {
 struct kf_local {
   kf_end seat;
   int epoll;
+  int spare;       /* given up to turn callers away when there is no other fd left; -1: there was none to be had */
   bool look;       /* at the sockets, in the next round */
   uint32_t rounds; /* since the last look at them */
   struct kf_guest *guests;

@@ -1,6 +1,7 @@
 /* The receiving side: who is admitted, what it is granted, and how that is taken back. */
 #include "local.h"
 
+#include <fcntl.h>
 #include <stdlib.h>
 
 #define BATCH 256
@@ -20,10 +21,21 @@ static int admit_one(kf_engine *engine) {
   return kf_local_watch(engine->local, &guest->end);
 }
 
+/* Out of fds: a caller that stayed in the queue would keep the thread awake, and wait for nothing. It is hung up on. */
+static int turn_away(kf_local *local) {
+  int fd;
+  kf_local_drop_fd(local->spare);
+  int rc = kf_wire_accept(local->seat.fd, &fd);
+  if (rc == 0) kf_local_drop_fd(fd);
+  local->spare = fcntl(local->epoll, F_DUPFD_CLOEXEC, 0);
+  return rc ? rc : -EMFILE;
+}
+
 /* What could not be taken stays in the queue of the listening socket. */
 int kf_guest_admit(kf_engine *engine) {
   int rc = 0;
   for (int i = 0; rc == 0 && i < CALLS; i++) rc = admit_one(engine);
+  if (rc == -EMFILE || rc == -ENFILE) rc = turn_away(engine->local);
   return rc == -EAGAIN || rc == -EPERM || rc == -ECONNABORTED ? 0 : rc;
 }
 

@@ -1,8 +1,10 @@
 """What an engine hears: pages that arrive for its slots, transfers that end."""
 
+import errno
 from threading import Lock
 from typing import Any
 
+from kvferry_fabric.arming import armed_already, check_slot, is_slot
 from kvferry_fabric.events import Event, EventKind
 from kvferry_fabric.looping import Looping
 from kvferry_fabric.native import NativeEngine
@@ -23,18 +25,25 @@ class Listening(Looping):
     def expect(self, slot: int, generation: int, pages: int) -> None:
         """Arm a slot: ARRIVED is reported when `pages` pages have come. With 0 pages that is at once.
 
-        Stays armed until disarm(), so that an overrun is noticed. Raises FabricError if it is armed already.
+        Stays armed until disarm(), so that an overrun is noticed. Raises FabricError if it is armed already, or if
+        there is no such slot or generation.
         """
+        check_slot(slot, generation, pages)
         code = self._native.lib.kf_expect(self._native.pointer, slot, generation, pages)
+        if code == -errno.EBUSY:
+            raise armed_already(slot, generation)
         self._native.check(code, f"slot {slot}, generation {generation} cannot be armed")
 
     def disarm(self, slot: int, generation: int) -> bool:
         """Stop counting for a slot; its events that have not been polled are dropped. False if it was not armed so."""
-        return bool(self._native.check(self._native.lib.kf_disarm(self._native.pointer, slot, generation), "disarm"))
+        native = self._native
+        return is_slot(slot, generation) and native.lib.kf_disarm(native.pointer, slot, generation) == 1
 
     def arrived(self, slot: int) -> int:
         """Pages that have arrived for a slot since it was armed."""
-        return int(self._native.lib.kf_arrived(self._native.pointer, slot))
+        native = self._native
+        pointer = native.pointer
+        return int(native.lib.kf_arrived(pointer, slot)) if is_slot(slot) else 0
 
     def poll(self) -> list[Event]:
         """Return the events since the last call; does not wait."""

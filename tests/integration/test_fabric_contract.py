@@ -125,8 +125,14 @@ def test_what_cannot_be_is_refused_at_once(pair) -> None:
             pair.sender.connect((address,))
     with pytest.raises(BufferError):
         pair.sender.register(memoryview(b"read only"))
-    with pytest.raises(FabricError, match="slot 1024"):
-        pair.receiver.expect(1024, 1, 3)
+    for wrong in ((1024, 1, 3), (-1, 1, 3), (1, 1024, 3), (1, -1, 3), (1, 1, -3)):
+        with pytest.raises(FabricError, match=f"slot {wrong[0]}, generation {wrong[1]} cannot be armed"):
+            pair.receiver.expect(*wrong)
+        assert pair.receiver.disarm(*wrong[:2]) is False
+        assert pair.receiver.arrived(wrong[0]) == 0
+    pair.receiver.expect(1, 1, 3)
+    with pytest.raises(FabricError, match="armed already"):
+        pair.receiver.expect(1, 2, 3)
     strange = pair.sender.register(memoryview(bytearray(64)))
     with pytest.raises(FabricError, match="cannot be written through"):
         pair.sender.schedule_layers(pair.chunk(np.arange(1), np.arange(1), remote=strange.descriptor))

@@ -3,9 +3,7 @@
 import time
 from dataclasses import dataclass
 
-from kvferry_proto.immediate import MAX_GENERATIONS, MAX_SLOTS
-
-from kvferry_fabric.errors import FabricError
+from kvferry_fabric.arming import armed_already, check_slot
 from kvferry_fabric.events import Event, EventKind
 
 
@@ -31,11 +29,9 @@ class Slots:
 
     def expect(self, slot: int, generation: int, pages: int) -> None:
         """Arm a slot. Raises FabricError if it is armed already, or is no slot."""
-        fits = 0 <= slot < MAX_SLOTS and 0 <= generation < MAX_GENERATIONS
-        if not fits or slot in self._armed:
-            why = "it is armed already" if fits else "there is none such"
-            msg = f"slot {slot}, generation {generation} cannot be armed: {why}"
-            raise FabricError(msg)
+        check_slot(slot, generation, pages)
+        if slot in self._armed:
+            raise armed_already(slot, generation)
         self._armed[slot] = _Slot(generation, pages)
         if pages == 0:
             self._report(slot, EventKind.ARRIVED, 0)

@@ -1,34 +1,28 @@
 """DeepSeek-V3 over the paged cache of latents against transformers on the same folder, in float32."""
 
 import json
-import random
 
 import pytest
 import torch
+from decode_rig import one_thread
 from engine_runner import Runner, close, reference_logits, tokens_of
 from kvferry_engine.attention import decode_groups, latent_cpu
 from kvferry_engine.errors import ModelError
 from kvferry_engine.shard import Shard
 from kvferry_engine.weights import load_model
+from oracle_checks import check_greedy, check_last, check_mixed, check_prefill
 from rank_threads import RankThreads
 from safetensors.torch import load_file, save_file
 from tiny_deepseek import YARN, build, build_drafter, quantise, save
 
 pytestmark = pytest.mark.oracle
+one_thread = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 KINDS = {
     "query rank": {},
     "no query rank, no norm of weights": {"q_lora_rank": None, "norm_topk_prob": False, "attention_bias": True},
     "yarn": {"rope_parameters": YARN, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -49,52 +43,19 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize("chunks", [[70], [7, 9, 16, 1, 37]], ids=str)
 def test_prefill_whole_and_in_chunks(tiny, page_size, chunks):
-    model, reference = tiny
-    tokens = tokens_of(70)
-    expected = reference_logits(reference, tokens)
-    runner = Runner(model, page_size=page_size, pages=12)
-    sequence = runner.sequence(tokens)
-    for count in chunks:
-        close(runner.step(sequence.next(count))[0], expected[sequence.done - 1])
+    check_prefill(tiny, chunks, page_size)
 
 
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("page_size", [8, 64])
 @pytest.mark.parametrize("padding", [8, 10_000])
 def test_a_mixed_batch_is_as_each_alone(tiny, page_size, padding, monkeypatch):
-    """Random chunks of random sequences together, some of them single tokens; every row is checked."""
     monkeypatch.setattr(decode_groups, "CALL_TOKENS", padding)
-    model, reference = tiny
-    dice = random.Random(page_size)
-    runner = Runner(model, page_size=page_size, pages=40)
-    sequences = [runner.sequence(tokens_of(dice.randrange(15, 50), seed=index)) for index in range(4)]
-    expected = [reference_logits(reference, sequence.tokens) for sequence in sequences]
-    while any(sequence.done < len(sequence.tokens) for sequence in sequences):
-        running = [index for index, s in enumerate(sequences) if s.done < len(s.tokens)]
-        slices = []
-        for index in running:
-            left = len(sequences[index].tokens) - sequences[index].done
-            slices.append(sequences[index].next(1 if dice.random() < 0.3 else dice.randint(1, left)))
-        logits = runner.step(*slices)
-        for row, index in enumerate(running):
-            close(logits[row], expected[index][sequences[index].done - 1])
+    check_mixed(tiny, page_size)
 
 
 def test_greedy_tokens(tiny):
-    model, reference = tiny
-    prompts = [tokens_of(count, seed=count) for count in (1, 16, 30)]
-    expected = [
-        reference.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, pad_token_id=0)[0].tolist()
-        for prompt in prompts
-    ]
-    runner = Runner(model)
-    sequences = [runner.sequence(prompt, room=12) for prompt in prompts]
-    logits = runner.step(*(sequence.next(len(sequence.tokens)) for sequence in sequences))
-    for _ in range(12):
-        for sequence, token in zip(sequences, logits.argmax(-1).tolist(), strict=True):
-            sequence.tokens.append(token)
-        logits = runner.step(*(sequence.next(1) for sequence in sequences))
-    assert [sequence.tokens for sequence in sequences] == expected
+    check_greedy(tiny, [tokens_of(count, seed=count) for count in (1, 16, 30)], answer=12)
 
 
 def test_a_prompt_long_enough_to_be_expanded_by_itself(tiny):
@@ -142,9 +103,7 @@ def test_bfloat16_is_close(tmp_path):
 def test_variants(tmp_path, fields):
     reference = build(**fields)
     save(reference, tmp_path)
-    runner = Runner(load_model(tmp_path, "float32"))
-    tokens = tokens_of(60)
-    close(runner.step(runner.sequence(tokens).next(60))[0], reference_logits(reference, tokens)[-1])
+    check_last(load_model(tmp_path, "float32"), reference, 60)
 
 
 def test_experts_stored_in_one_tensor_load_as_separate_ones(tmp_path):

@@ -1,7 +1,5 @@
 """Llama over the paged cache against transformers on the same folder, in float32."""
 
-import random
-
 import pytest
 import torch
 from engine_runner import VOCABULARY, Runner, close, reference_logits, tokens_of
@@ -12,6 +10,7 @@ from kvferry_engine.default_model import prepare_default_model
 from kvferry_engine.errors import BatchError, ModelError, UnknownArchitecture
 from kvferry_engine.models.rope import Rope
 from kvferry_engine.weights import load_model
+from oracle_checks import check_last, check_mixed, check_prefill
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -91,45 +90,21 @@ def test_random_models(tmp_path, rope, tied, heads, kv_heads):
 @pytest.mark.parametrize("fields", [{"attention_bias": True}, {"mlp_bias": True}, {"head_dim": 24}], ids=str)
 def test_variants(tmp_path, fields):
     reference = save_tiny(tmp_path, **fields)
-    runner = Runner(load_model(tmp_path, "float32"))
-    tokens = tokens_of(60)
-    close(runner.step(runner.sequence(tokens).next(60))[0], reference_logits(reference, tokens)[-1])
+    check_last(load_model(tmp_path, "float32"), reference, 60)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 64])
 @pytest.mark.parametrize("chunks", [[100], [1, 99], [64, 36], [7, 9, 16, 33, 35], [16, 16, 32, 36]], ids=str)
 def test_prefill_in_chunks(tiny, page_size, chunks):
-    model, reference = tiny
-    tokens = tokens_of(100)
-    expected = reference_logits(reference, tokens)
-    runner = Runner(model, page_size=page_size, pages=2 + 100 // page_size)
-    sequence = runner.sequence(tokens)
-    for count in chunks:
-        close(runner.step(sequence.next(count))[0], expected[sequence.done - 1])
+    check_prefill(tiny, chunks, page_size)
 
 
 @pytest.mark.parametrize("page_size", [8, 16, 64])
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("padding", [8, 10_000])
 def test_a_mixed_batch_is_as_each_alone(tiny, page_size, seed, padding, monkeypatch):
-    """Random chunks of random sequences together, some of them single tokens; every row is checked."""
     monkeypatch.setattr(decode_groups, "CALL_TOKENS", padding)
-    model, reference = tiny
-    dice = random.Random(seed)
-    runner = Runner(model, page_size=page_size, pages=80, seed=seed)
-    sequences = [runner.sequence(tokens_of(dice.randrange(20, 90), seed=index)) for index in range(5)]
-    expected = [reference_logits(reference, sequence.tokens) for sequence in sequences]
-    while any(sequence.done < len(sequence.tokens) for sequence in sequences):
-        running = [index for index, s in enumerate(sequences) if s.done < len(s.tokens) and dice.random() < 0.8]
-        if not running:
-            continue
-        slices = []
-        for index in running:
-            left = len(sequences[index].tokens) - sequences[index].done
-            slices.append(sequences[index].next(1 if dice.random() < 0.5 else dice.randint(1, left)))
-        logits = runner.step(*slices)
-        for row, index in enumerate(running):
-            close(logits[row], expected[index][sequences[index].done - 1])
+    check_mixed(tiny, page_size, seed=seed, lengths=(20, 90), sequences=5, singles=0.5, idle=0.2)
 
 
 def test_only_those_who_ask_get_logits(tiny):

@@ -4,6 +4,7 @@ import time
 
 import pytest
 import torch
+from decode_rig import one_thread
 from engine_runner import Runner, close, tokens_of
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.errors import BatchError, ModelError
@@ -14,14 +15,7 @@ from tiny_deepseek import build, build_drafter, save
 from transformers.cache_utils import MtpCache
 
 pytestmark = pytest.mark.oracle
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+one_thread = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 
 @pytest.fixture(scope="module")

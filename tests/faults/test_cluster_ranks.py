@@ -117,6 +117,18 @@ async def test_a_rank_of_a_prefiller_killed_at_work_is_made_up_for(cluster):
     cluster.wait_idle()
 
 
+async def test_one_long_document_does_not_hold_many_short_prompts(cluster):
+    """A pass computes 32 tokens: the document takes 40 passes, all the others together 15."""
+    node = cluster["prefiller0"]
+    document = Stream(cluster.url, prompt(1280, 50), 4)
+    await asyncio.to_thread(wait_for, lambda: node.state()["requests"]["running"], 30, "prefilling")
+    short = [Stream(cluster.url, prompt(24, 60 + i), 4) for i in range(20)]
+    for stream in short:
+        await stream.end()
+    assert not document.tokens, "the document was first"
+    assert len(await document.end()) == 4
+
+
 async def test_a_lead_killed_takes_its_ranks_along_and_an_idle_rank_takes_its_lead(cluster):
     node = cluster["decoder1"]
     rank = rank_of(node)

@@ -30,7 +30,7 @@ def make_tiny_llama(folder, tokenizer_from, *, layers=3, kv_heads=2, seed=0):
         pad_token_id=2,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-    return _with_tokenizer(folder, tokenizer_from)
+    return copy_tokenizer(folder, tokenizer_from)
 
 
 def make_tiny_deepseek(folder, tokenizer_from, **fields):
@@ -45,10 +45,11 @@ def make_tiny_deepseek(folder, tokenizer_from, **fields):
     }
     reference = tiny_deepseek.build(tie_word_embeddings=True, **(shape | fields))
     tiny_deepseek.save(reference, folder, tiny_deepseek.build_drafter(reference))
-    return _with_tokenizer(Path(folder), tokenizer_from)
+    return copy_tokenizer(Path(folder), tokenizer_from)
 
 
-def _with_tokenizer(folder, tokenizer_from):
+def copy_tokenizer(folder, tokenizer_from):
+    """Give a model folder another's tokenizer; returns the folder."""
     for name in TOKENIZER_FILES:
         source = Path(tokenizer_from) / name
         if source.exists():

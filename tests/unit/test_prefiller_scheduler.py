@@ -131,6 +131,26 @@ def test_short_prompts_go_before_a_long_one_that_came_first():
     assert step(scheduler) == [("long", 1, 8)]
 
 
+def test_one_long_document_does_not_hold_a_hundred_short_prompts():
+    """Short ones come as long as it is there; an age limit of 40 passes bounds how long it waits for them."""
+    scheduler = make_scheduler(pages=200, chunk_size=8, age=40, max_running=200, cache=False)
+    scheduler.add(make_request(400, "document"))
+    done = {}
+    for at in range(200):
+        for name in (f"{at}-{each}" for each in range(2 if at < 50 else 0)):
+            scheduler.add(make_request(4, name, received=at))
+        step(scheduler, at)
+        for request in list(scheduler.leaving):
+            done[request.order.request_id] = at
+        release_all(scheduler)
+    waits = [end - int(name.split("-")[0]) for name, end in done.items() if name != "document"]
+    assert len(waits) == 100
+    # As if it were not there until it is old; and then it takes half of every pass.
+    assert max(waits) <= 10
+    assert sum(end < 50 for end in done.values()) >= 80
+    assert done["document"] == (400 + 4 * 100) // 8 - 1, "no pass was left empty"
+
+
 def test_a_long_prompt_that_is_old_has_half_of_every_pass():
     scheduler = make_scheduler(pages=64, chunk_size=8, age=AGE)
     scheduler.add(make_request(40, "long"))

@@ -73,7 +73,7 @@ fuzz: setup
 	@bash scripts/fuzz.sh $(SECONDS)
 
 clean:
-	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c engine/kvferry_engine/_few_rows.c
+	rm -rf build .make .pytest_cache .mypy_cache .ruff_cache .hypothesis fabric/kvferry_fabric/_fabric.c engine/kvferry_engine/_kernels.c
 	find . -path './.venv*' -prune -o \( -name '*.egg-info' -o -name __pycache__ \) -type d -print | xargs -r rm -rf
 	find fabric engine -name '*.so' -delete
 

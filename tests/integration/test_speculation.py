@@ -8,6 +8,7 @@ from decode_rig import Rig, Scripted, one_thread
 from engine_runner import tokens_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from kernel_levels import level, needs_kernels
 from kvferry_decoder.request import State
 from kvferry_decoder.speculation import MOST_ROWS, Speculation
 from kvferry_engine import grammar
@@ -20,6 +21,7 @@ from random_models import build_random
 from tokenizers import Tokenizer
 
 pytestmark = pytest.mark.timeout(180)
+fixtures = (level,)
 one_thread = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 ANSWER = 14
@@ -90,6 +92,24 @@ def test_whatever_is_guessed_answers_stay_the_same(model, plain, seed, most, cas
             assert rig.count("kvferry_drafts_total", result="rejected") == 0
         if rate and not scarce:
             assert rig.count("kvferry_drafts_total", result="accepted") > 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_answers_in_bfloat16_stay_the_same_to_the_letter(tmp_path, level, architecture):
+    """Where no step has more rows than the kernels take."""
+    build_random(tmp_path, architecture, head_dim=16)
+    model = load_model(tmp_path, "bfloat16")
+    answers = [{}]
+    for rate in (None, 0.5, 1):
+        guess = None if rate is None else Scripted(3, 256, spoilt(answers[0], 3, rate))
+        with rig_of(model, speculation=guess, prefill_budget=7) as rig:
+            for kind, fields in KINDS.items():
+                rig.ask(PROMPTS[kind], max_tokens=ANSWER, **fields)
+            rig.decode()
+            answers.append(dict(rig.answers))
+        answers[0] = answers[1]
+    assert answers[1] == answers[2] == answers[3]
 
 
 def test_right_guesses_save_steps(model, plain):

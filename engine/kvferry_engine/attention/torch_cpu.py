@@ -12,9 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
+from kvferry_engine.attention import AttentionPlan
 from kvferry_engine.attention.decode_groups import decode_groups
+from kvferry_engine.attention.kernel_cpu import KernelPlan
 from kvferry_engine.attention.latent_cpu import LatentTorchPlan
 from kvferry_engine.batch import ForwardBatch, Ints
+from kvferry_engine.kernels import kernels_for
 from kvferry_engine.kv_pool import KVPool
 
 
@@ -37,10 +40,13 @@ class _Group:
 
 
 class TorchAttention:
-    """Scaled dot product attention of torch: decode rows of like length in one padded call, prefills one by one."""
+    """Kernels of our own where there are any, or torch's: decode rows of like length in one call."""
 
-    def plan(self, batch: ForwardBatch, pool: KVPool) -> "TorchPlan":
+    def plan(self, batch: ForwardBatch, pool: KVPool) -> AttentionPlan:
         """Plan a step: gather indices, write places and masks that all layers share."""
+        kernels = kernels_for(pool.tensor.dtype, pool.tensor.device)
+        if kernels is not None and KernelPlan.fits(pool):
+            return KernelPlan(batch, pool, kernels)
         return TorchPlan(batch, pool)
 
     def plan_latent(self, batch: ForwardBatch, pool: KVPool) -> LatentTorchPlan:

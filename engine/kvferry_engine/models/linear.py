@@ -1,8 +1,9 @@
 """Linear maps, multiplied in whichever of the equivalent ways the processor does fastest.
 
-Measured on CPUs with AVX2: libraries multiply few rows by a large matrix two to three times faster as W x^T than as
-x W^T; one row alone is not spread over the cores; and dtypes of 16 bits have no fast kernel there beyond a row or two,
-so widening the weights, a layer at a time and thus within the cache, is up to eight times faster.
+A decode step is bound by reading the weights once, which kernels of our own do in bfloat16. Of the libraries, measured
+on CPUs with AVX2: they multiply few rows by a large matrix two to three times faster as W x^T than as x W^T; one row
+alone is not spread over the cores; and dtypes of 16 bits have no fast kernel there beyond a row or two, so widening the
+weights, a layer at a time and thus within the cache, is up to eight times faster.
 """
 
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from collections.abc import Callable
 import torch
 from torch.nn import functional
 
-from kvferry_engine.models.few_rows import Multiply, few_rows
+from kvferry_engine.kernels import AVX512, Kernels, kernels_for
 
+Multiply = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x [rows, inputs], W [outputs, inputs] -> x W^T [rows, outputs], dense, in x's dtype."""
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 """Adds up a tensor over the ranks, in place."""
 
@@ -20,12 +23,13 @@ FEW_ROWS = 128
 NARROW_ROWS = 2
 """Up to here a 16-bit product is bound by reading the weights, of which it reads half the bytes."""
 FUSED_ROWS = 16
-"""Up to here the fused product is faster than widening blocks of weights."""
+"""Up to here the kernel of our own is faster than widening blocks of weights; it needs AVX2."""
+FUSED_ROWS_AVX512 = 32
+"""Up to here it is as fast as the library's with AVX-512. All that a decode step with drafts has."""
 WIDENED = 1 << 21
 """Elements of a matrix that are widened at a time, so that they are still in the cache when they are multiplied."""
 FAST_NARROW = {"AVX512"}
 """CPU capabilities with fast 16-bit matrix products."""
-_FUSED = few_rows()
 
 
 class Linear:
@@ -51,9 +55,9 @@ def fastest(dtype: torch.dtype, device: str) -> Multiply:
         return functional.linear
     if dtype == torch.float32:
         return _wide
-    if torch.backends.cpu.get_cpu_capability() in FAST_NARROW:
-        return functional.linear
-    return _narrow if dtype != torch.bfloat16 or _FUSED is None else _narrow_or_fused
+    many = functional.linear if torch.backends.cpu.get_cpu_capability() in FAST_NARROW else _narrow
+    kernels = kernels_for(dtype, device)
+    return many if kernels is None else _few_or(kernels, many)
 
 
 def multiply_each(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -89,7 +93,11 @@ def _narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _narrow_or_fused(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    if _FUSED is not None and 1 < len(x) <= FUSED_ROWS:
-        return _FUSED(x, weight)
-    return _narrow(x, weight)
+def _few_or(kernels: Kernels, many: Multiply) -> Multiply:
+    """Few rows by our own kernel, more of them by `many`."""
+    most = FUSED_ROWS_AVX512 if kernels.level == AVX512 else FUSED_ROWS
+
+    def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return kernels.few_rows(x, weight) if len(x) <= most else many(x, weight)
+
+    return multiply

@@ -4,6 +4,7 @@ import math
 
 import torch
 
+from kvferry_engine.kernels import kernels_for
 from kvferry_engine.rope_config import RopeConfig
 
 Turn = tuple[torch.Tensor, torch.Tensor]
@@ -29,6 +30,8 @@ class Rope:
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Turn x [T, heads, head_dim] by its positions: dimension i pairs with i + head_dim / 2."""
+    if (kernels := kernels_for(x.dtype, x.device)) is not None:
+        return kernels.rotate(x, cos, sin)
     # The roll swaps the two halves; the minus sign of the first one is in the sines.
     return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, dims=-1), sin)
 

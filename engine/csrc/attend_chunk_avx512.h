@@ -1,0 +1,122 @@
+/* Attention of many tokens of one sequence, by products of pairs of bfloat16: blocks of QUERIES tokens of one query head
+ * against blocks of KEYS tokens, with a running maximum and sum. Keys and values are packed first, once for all query
+ * heads: a product wants the two elements of a pair side by side, and what it spreads over a register after them. */
+
+#define QUERIES KV_QUERIES
+#define KEYS KV_KEYS
+#define TILE 4 /* rows by registers of a product's tile */
+
+static inline const uint16_t *key_of(const KvLayer *layer, int64_t head, const int64_t *table, int64_t at) {
+  int64_t page = table[at / layer->page_size], tokens = layer->page_size;
+  return layer->pages + ((page * layer->kv_heads + head) * 2 * tokens + at % tokens) * layer->head_dim;
+}
+
+/* Keys [dim / 2][KEYS][2] and values [KEYS / 2][dim][2] of a block of tokens; zeros behind the sequence's end. */
+static void pack_block(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, uint16_t *k,
+                       uint16_t *v) {
+  const int64_t dim = layer->head_dim, step = layer->page_size * dim;
+  static const uint16_t zeros[2 * MOST_DIM];
+  for (int64_t j = 0; j < KEYS; j += 2) {
+    const uint16_t *a = first + j < len ? key_of(layer, head, table, first + j) : NULL;
+    const uint16_t *b = first + j + 1 < len ? key_of(layer, head, table, first + j + 1) : NULL;
+    const uint16_t *va = a ? a + step : zeros, *vb = b ? b + step : zeros;
+    a = a ? a : zeros, b = b ? b : zeros;
+    for (int64_t d = 0; d < dim; d += 2) {
+      uint32_t pairs[2];
+      memcpy(pairs, a + d, 4), memcpy(pairs + 1, b + d, 4);
+      memcpy(k + (d / 2 * KEYS + j) * 2, pairs, 8);
+    }
+    for (int64_t d = 0; d < dim; d += 16) {
+      __m512i low = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(va + d)));
+      __m512i high = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(vb + d)));
+      _mm512_storeu_si512(v + (j / 2 * dim + d) * 2, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
+    }
+  }
+}
+
+/* c [TILE][registers of 16] = or += a [TILE][pairs][2] times b [pairs][width][2]. */
+static inline __attribute__((always_inline)) void product(const uint16_t *a, int64_t a_stride, const uint16_t *b,
+                                                          int64_t width, float *c, int64_t c_stride, int64_t pairs,
+                                                          int registers, int add) {
+  __m512 sums[TILE][TILE];
+  for (int r = 0; r < TILE; r++)
+    for (int s = 0; s < registers; s++)
+      sums[r][s] = add ? _mm512_loadu_ps(c + r * c_stride + 16 * s) : _mm512_setzero_ps();
+  for (int64_t p = 0; p < pairs; p++) {
+    __m512bh from[TILE];
+    for (int s = 0; s < registers; s++) from[s] = (__m512bh)_mm512_loadu_si512(b + (p * width + 16 * s) * 2);
+    for (int r = 0; r < TILE; r++) {
+      int32_t pair;
+      memcpy(&pair, a + r * a_stride + 2 * p, sizeof(pair));
+      __m512bh all = (__m512bh)_mm512_set1_epi32(pair);
+      for (int s = 0; s < registers; s++) sums[r][s] = _mm512_dpbf16_ps(sums[r][s], all, from[s]);
+    }
+  }
+  for (int r = 0; r < TILE; r++)
+    for (int s = 0; s < registers; s++) _mm512_storeu_ps(c + r * c_stride + 16 * s, sums[r][s]);
+}
+
+typedef struct {
+  uint16_t q[QUERIES * MOST_DIM];
+  uint16_t weights[QUERIES * KEYS];
+  float scores[QUERIES * KEYS];
+  float sums[QUERIES * MOST_DIM];
+  float largest[QUERIES], total[QUERIES];
+} Block;
+
+/* Makes the scores of row r, of which the first `seen` count, into weights. */
+static inline void weigh_row(Block *block, int r, int64_t seen, int64_t dim, float scale) {
+  const __m512 none = _mm512_set1_ps(-__builtin_inff());
+  __m512 scores[KEYS / 16], most = _mm512_set1_ps(block->largest[r]), total = _mm512_setzero_ps();
+  for (int i = 0; i < KEYS / 16; i++) {
+    int64_t left = seen - 16 * i;
+    __mmask16 here = left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1 << left) - 1);
+    __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(block->scores + r * KEYS + 16 * i), _mm512_set1_ps(scale));
+    scores[i] = _mm512_mask_mov_ps(none, here, scaled);
+    most = _mm512_max_ps(scores[i], most);
+  }
+  float largest = v_most(most);
+  for (int i = 0; i < KEYS / 16; i++) {
+    __m512 weights = v_exp(_mm512_sub_ps(scores[i], _mm512_set1_ps(largest)));
+    total = _mm512_add_ps(total, weights);
+    v_narrow(block->weights + r * KEYS + 16 * i, weights);
+  }
+  if (largest != block->largest[r]) {
+    __m512 before = v_exp(_mm512_set1_ps(block->largest[r] - largest));
+    for (int64_t d = 0; d < dim; d += 16)
+      v_store(block->sums + r * dim + d, v_mul(v_load(block->sums + r * dim + d), before));
+    block->total[r] *= _mm512_cvtss_f32(before);
+    block->largest[r] = largest;
+  }
+  block->total[r] += v_sum(total);
+}
+
+static void mix_tile(Block *block, int r, const uint16_t *v, int64_t dim) {
+  const uint16_t *weights = block->weights + r * KEYS;
+  int64_t d = 0;
+  for (; d + 16 * TILE <= dim; d += 16 * TILE)
+    product(weights, KEYS, v + 2 * d, dim, block->sums + r * dim + d, dim, KEYS / 2, TILE, 1);
+  for (; d < dim; d += 16) product(weights, KEYS, v + 2 * d, dim, block->sums + r * dim + d, dim, KEYS / 2, 1, 1);
+}
+
+/* The first `rows` of QUERIES tokens of one head, `stride` apart, the first of them at position `start`. */
+static void attend_block(const KvLayer *layer, const uint16_t *q, uint16_t *out, int64_t stride, int64_t out_stride,
+                         int64_t rows, int64_t start, const uint16_t *k, const uint16_t *v) {
+  const int64_t dim = layer->head_dim;
+  Block block;
+  for (int r = 0; r < QUERIES; r++) {
+    memcpy(block.q + r * dim, q + (r < rows ? r : rows - 1) * stride, (size_t)dim * sizeof(*q));
+    memset(block.sums + r * dim, 0, (size_t)dim * sizeof(float));
+    block.largest[r] = -__builtin_inff(), block.total[r] = 0;
+  }
+  for (int64_t first = 0; first < start + rows; first += KEYS) {
+    for (int r = 0; r < QUERIES; r += TILE) {
+      product(block.q + r * dim, dim, k + first * dim, KEYS, block.scores + r * KEYS, KEYS, dim / 2, TILE, 0);
+      for (int i = r; i < r + TILE; i++) weigh_row(&block, i, start + i + 1 - first, dim, layer->scale);
+      mix_tile(&block, r, v + first * dim, dim);
+    }
+  }
+  for (int r = 0; r < rows; r++)
+    for (int64_t d = 0; d < dim; d += 16)
+      v_narrow(out + r * out_stride + d, v_div(v_load(block.sums + r * dim + d), v_set(block.total[r])));
+}

@@ -1,0 +1,129 @@
+/* Chooses what the processor can do, and deals the work out to threads. On other processors there is nothing here: the
+ * extension cannot be loaded then, and torch computes. */
+#include "kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "level.h"
+
+#define OUTPUTS 48       /* outputs of a product that a thread takes at a time: their weights stay in its cache */
+#define ELEMENTS 16384   /* fewer are not worth waking a thread */
+
+#if defined(__x86_64__)
+
+static const KvLevel *level;
+
+static int best(void) {
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
+  int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+             __builtin_cpu_supports("avx512bf16");
+  return wide ? 2 : 1;
+}
+
+int kv_limit_level(int limit) {
+  static const KvLevel *const levels[] = {NULL, &kv_avx2, &kv_avx512};
+  int used = best() < limit ? best() : limit;
+  level = levels[used];
+  return used;
+}
+
+int kv_level(void) { return level == &kv_avx512 ? 2 : level == &kv_avx2 ? 1 : kv_limit_level(2); }
+
+static int dealt(const void *x, uint16_t *y, const uint16_t *w, int64_t rows, int64_t outputs, int64_t inputs) {
+  int64_t tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
+#pragma omp parallel for schedule(static)
+  for (int64_t t = 0; t < tiles; t++) {
+    int64_t end = (t + 1) * OUTPUTS < outputs ? (t + 1) * OUTPUTS : outputs;
+    level->few_rows(w, x, y, rows, outputs, inputs, t * OUTPUTS, end);
+  }
+  return 0;
+}
+
+int kv_few_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs) {
+  if (!level->wide) return dealt(x, y, w, rows, outputs, inputs);
+  float *wide = malloc((size_t)(rows * inputs) * sizeof(float));
+  if (!wide) return -1;
+  level->widen(x, wide, rows * inputs);
+  dealt(wide, y, w, rows, outputs, inputs);
+  free(wide);
+  return 0;
+}
+
+void kv_rms_norm(const uint16_t *x, const uint16_t *w, uint16_t *y, int64_t tokens, int64_t heads, int64_t of_first,
+                 int64_t stride, int64_t size, float eps) {
+#pragma omp parallel for schedule(static) if (tokens * heads * size > ELEMENTS)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t h = 0; h < heads; h++)
+      level->rms_norm(x + t * stride + h * size, h < of_first ? w : w + size, y + (t * heads + h) * size, size, eps);
+}
+
+void kv_silu_times(const uint16_t *gate_up, uint16_t *y, int64_t rows, int64_t size) {
+#pragma omp parallel for schedule(static) if (rows * size > ELEMENTS)
+  for (int64_t r = 0; r < rows; r++)
+    level->silu_times(gate_up + 2 * r * size, gate_up + (2 * r + 1) * size, y + r * size, size);
+}
+
+void kv_rotate(const uint16_t *x, const uint16_t *cos, const uint16_t *sin, uint16_t *y, int64_t tokens, int64_t heads,
+               int64_t stride, int64_t head_stride, int64_t size) {
+#pragma omp parallel for schedule(static) if (tokens * heads * size > ELEMENTS)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t h = 0; h < heads; h++)
+      level->rotate(x + t * stride + h * head_stride, cos + t * size, sin + t * size, y + (t * heads + h) * size, size);
+}
+
+void kv_append(const KvLayer *layer, const uint16_t *k, int64_t k_stride, const uint16_t *v, int64_t v_stride,
+               const int64_t *slots, int64_t tokens) {
+  const int64_t heads = layer->kv_heads, dim = layer->head_dim, size = layer->page_size;
+#pragma omp parallel for schedule(static) if (tokens * heads * dim > ELEMENTS)
+  for (int64_t t = 0; t < tokens; t++)
+    for (int64_t h = 0; h < heads; h++) {
+      uint16_t *to = layer->pages + ((slots[t] / size * heads + h) * 2 * size + slots[t] % size) * dim;
+      memcpy(to, k + t * k_stride + h * dim, (size_t)dim * sizeof(*to));
+      memcpy(to + size * dim, v + t * v_stride + h * dim, (size_t)dim * sizeof(*to));
+    }
+}
+
+void kv_attend_rows(const KvLayer *layer, const uint16_t *q, int64_t stride, uint16_t *out, const int64_t *tables,
+                    int64_t width, const int64_t *lens, int64_t tokens) {
+  const int64_t heads = layer->kv_heads, size = layer->group * layer->head_dim;
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t i = 0; i < tokens * heads; i++) {
+    int64_t t = i / heads, h = i % heads;
+    level->attend_row(layer, h, q + t * stride + h * size, out + i * size, tables + t * width, lens[t]);
+  }
+}
+
+static int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
+
+int64_t kv_chunk_work(const KvLayer *layer, int64_t len) {
+  return 2 * layer->kv_heads * blocks(len, KV_KEYS) * KV_KEYS * layer->head_dim;
+}
+
+static void pack(const KvLayer *layer, const int64_t *table, int64_t len, uint16_t *work) {
+  const int64_t each = blocks(len, KV_KEYS), size = KV_KEYS * layer->head_dim;
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < layer->kv_heads * each; i++) {
+    uint16_t *k = work + (i / each * each + i) * size;
+    level->pack_block(layer, i / each, table, i % each * KV_KEYS, len, k, k + each * size);
+  }
+}
+
+void kv_attend_chunk(const KvLayer *layer, const uint16_t *q, int64_t stride, uint16_t *out, const int64_t *table,
+                     int64_t start, int64_t tokens, uint16_t *work) {
+  const int64_t heads = layer->kv_heads * layer->group, dim = layer->head_dim, each = blocks(tokens, KV_QUERIES);
+  const int64_t packed = blocks(start + tokens, KV_KEYS) * KV_KEYS * dim;
+  pack(layer, table, start + tokens, work);
+  /* From the last tokens on, which see the most: what is left in the end is small. */
+#pragma omp parallel for schedule(dynamic)
+  for (int64_t i = 0; i < each * heads; i++) {
+    int64_t first = (each - 1 - i / heads) * KV_QUERIES, h = i % heads;
+    int64_t rows = tokens - first < KV_QUERIES ? tokens - first : KV_QUERIES;
+    const uint16_t *k = work + 2 * (h / layer->group) * packed;
+    level->attend_block(layer, q + first * stride + h * dim, out + (first * heads + h) * dim, stride, heads * dim, rows,
+                        start + first, k, k + packed);
+  }
+}
+
+#endif

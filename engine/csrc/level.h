@@ -1,0 +1,34 @@
+/* One set of kernels for each set of instructions; every function does a piece of the work, on one thread. */
+#ifndef KV_LEVEL_H
+#define KV_LEVEL_H
+
+#include <stdint.h>
+
+#include "kernels.h"
+
+typedef struct {
+  /* Outputs [first, end) of the product; x is float32 where `wide`. */
+  void (*few_rows)(const uint16_t *w, const void *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs,
+                   int64_t first, int64_t end);
+  int wide;
+  void (*widen)(const uint16_t *x, float *y, int64_t size);
+  void (*rms_norm)(const uint16_t *x, const uint16_t *w, uint16_t *y, int64_t size, float eps);
+  void (*silu_times)(const uint16_t *gate, const uint16_t *up, uint16_t *y, int64_t size);
+  void (*rotate)(const uint16_t *x, const uint16_t *cos, const uint16_t *sin, uint16_t *y, int64_t size);
+  /* One KV head of one token. */
+  void (*attend_row)(const KvLayer *layer, int64_t head, const uint16_t *q, uint16_t *out, const int64_t *table,
+                     int64_t len);
+  /* KV_KEYS tokens from `first` on of one KV head, of `len` in all, into packed keys and values. NULL at AVX2. */
+  void (*pack_block)(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, uint16_t *k,
+                     uint16_t *v);
+  /* Up to KV_QUERIES tokens, of which the first is at position `start`, of one query head. NULL at AVX2. */
+  void (*attend_block)(const KvLayer *layer, const uint16_t *q, uint16_t *out, int64_t stride, int64_t out_stride,
+                       int64_t rows, int64_t start, const uint16_t *k, const uint16_t *v);
+} KvLevel;
+
+#define KV_QUERIES 32
+#define KV_KEYS 64
+
+extern const KvLevel kv_avx2, kv_avx512;
+
+#endif

@@ -1,0 +1,25 @@
+#if defined(__x86_64__)
+
+#pragma GCC target("avx2,fma")
+
+#include "vector_avx2.h"
+
+#include "vector.h"
+
+#include "level.h"
+
+#include "attend_row.h"
+#include "elementwise.h"
+#include "few_rows_avx2.h"
+
+const KvLevel kv_avx2 = {
+    .few_rows = few_rows,
+    .wide = 1,
+    .widen = widen,
+    .rms_norm = rms_norm,
+    .silu_times = silu_times,
+    .rotate = rotate,
+    .attend_row = attend_row,
+};
+
+#endif

@@ -1,0 +1,32 @@
+#if defined(__x86_64__)
+
+#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")
+
+#include "vector_avx512.h"
+
+#include "vector.h"
+
+#include <stddef.h>
+#include <string.h>
+
+#include "level.h"
+
+#include "attend_row.h"
+
+#include "attend_chunk_avx512.h"
+#include "elementwise.h"
+#include "few_rows_avx512.h"
+
+const KvLevel kv_avx512 = {
+    .few_rows = few_rows,
+    .wide = 0,
+    .widen = widen,
+    .rms_norm = rms_norm,
+    .silu_times = silu_times,
+    .rotate = rotate,
+    .attend_row = attend_row,
+    .pack_block = pack_block,
+    .attend_block = attend_block,
+};
+
+#endif

@@ -1,0 +1,104 @@
+"""Attention over the paged cache in kernels of our own, for bfloat16 on CPUs: keys and values are read where they lie.
+
+Sequences with few new tokens attend token by token, each in the same order of sums whatever is beside it. Those with
+many do so in blocks, whose products the processor has to be able to do in bfloat16.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvferry_engine.batch import ForwardBatch, Ints
+from kvferry_engine.kernels import AVX512, Kernels
+from kvferry_engine.kv_pool import KVPool
+
+FEW_TOKENS = 17
+"""New tokens of a sequence up to which they attend one by one: a step's last token and the most drafts."""
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Tokens that attend one by one."""
+
+    rows: torch.Tensor | slice
+    """Which among the batch's T."""
+    tables: torch.Tensor
+    """Pages of each one's sequence, int64 [rows, most pages]."""
+    lens: torch.Tensor
+    """Tokens that each one sees, int64 [rows]."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A sequence whose tokens attend in blocks."""
+
+    rows: slice
+    table: torch.Tensor
+    start: int
+    kv_len: int
+
+
+class KernelPlan:
+    """One step's attention."""
+
+    def __init__(self, batch: ForwardBatch, pool: KVPool, kernels: Kernels) -> None:
+        self._kernels, self._pool, self._batch = kernels, pool, batch
+        self._slots = torch.from_numpy(batch.slot_pages * batch.page_size + batch.slot_offsets)
+        self._opened = torch.from_numpy(batch.opened_pages)
+        chunked = batch.q_lens > FEW_TOKENS if kernels.level == AVX512 else np.zeros(len(batch), dtype=bool)
+        self._few = _plan_rows(batch, np.flatnonzero(~chunked))
+        self._chunks = [_plan_chunk(batch, int(index)) for index in np.flatnonzero(chunked)]
+        self._work: torch.Tensor | None = None
+
+    @staticmethod
+    def fits(pool: KVPool) -> bool:
+        """Whether the kernels take heads of the pool's size."""
+        return pool.layout.head_dim % 16 == 0 and pool.layout.head_dim <= 256
+
+    def append_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write k and v [T, kv heads, D] to their places, in pages cleared of what an earlier owner left."""
+        pages = self._pool.tensor[layer]
+        if len(self._opened):
+            pages.index_fill_(0, self._opened, 0)
+        self._kernels.append(self._kernels.layer(pages, pages.shape[1]), k, v, self._slots)
+
+    def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attend from q [T, heads, D] to its sequences' tokens up to its own; the same shape, dense."""
+        pages = self._kernels.layer(self._pool.tensor[layer], q.shape[1])
+        few, chunks = self._few, self._chunks
+        if few is not None and not chunks:
+            return self._kernels.attend_rows(pages, q, few.tables, few.lens)
+        if few is None and len(chunks) == 1:
+            return self._attend_chunk(pages, q, chunks[0])
+        out = torch.empty(q.shape, dtype=q.dtype)
+        if few is not None:
+            out[few.rows] = self._kernels.attend_rows(pages, q[few.rows], few.tables, few.lens)
+        for chunk in chunks:
+            out[chunk.rows] = self._attend_chunk(pages, q[chunk.rows], chunk)
+        return out
+
+    def _attend_chunk(self, pages: Any, q: torch.Tensor, chunk: _Chunk) -> torch.Tensor:  # noqa: ANN401 - of cffi
+        if self._work is None:
+            self._work = self._kernels.chunk_work(pages, max(each.kv_len for each in self._chunks))
+        return self._kernels.attend_chunk(pages, q, chunk.table, chunk.start, self._work)
+
+
+def _plan_rows(batch: ForwardBatch, members: Ints) -> _Rows | None:
+    if not len(members):
+        return None
+    owner = np.repeat(members, batch.q_lens[members])
+    first = np.cumsum(batch.q_lens[members]) - batch.q_lens[members]
+    within = np.arange(len(owner)) - np.repeat(first, batch.q_lens[members])
+    return _Rows(
+        rows=torch.from_numpy(batch.q_starts[owner] + within),
+        tables=torch.from_numpy(np.ascontiguousarray(batch.page_table[owner])),
+        lens=torch.from_numpy(batch.kv_lens[owner] - batch.q_lens[owner] + within + 1),
+    )
+
+
+def _plan_chunk(batch: ForwardBatch, member: int) -> _Chunk:
+    q_len, kv_len, first = (int(of[member]) for of in (batch.q_lens, batch.kv_lens, batch.q_starts))
+    table = torch.from_numpy(np.ascontiguousarray(batch.page_table[member]))
+    return _Chunk(rows=slice(first, first + q_len), table=table, start=kv_len - q_len, kv_len=kv_len)

@@ -80,6 +80,8 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
     node: str = ""
     retry_after: float | None = None
     """Seconds after which trying again makes sense."""
+    param: str = ""
+    """The field of the request that is wrong, by the name that its sender gave it; "" where none is to blame."""
 
     def __post_init__(self) -> None:
         # Messages quote what was wrong, which may be a megabyte: an error must always be small enough to be sent.

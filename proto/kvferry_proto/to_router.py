@@ -103,6 +103,10 @@ class Cancelled(Message):
     """
 
     request_id: RequestId
+    cached_tokens: int = 0
+    """Prompt tokens that nobody computed, as in the usage of an answer that is complete."""
+    decoder: DecodeTimeline = msgspec.field(default_factory=DecodeTimeline)
+    prefiller: PrefillTimeline | None = None
 
 
 FromDecoder = Accepted | Tokens | Finished | Cancelled | RequestFailed | Refused

@@ -19,7 +19,14 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "thing", "strict": True, "schema": SCHEMA}}
-TOOL = {"type": "function", "function": {"name": "measure", "description": "Measures.", "parameters": SCHEMA}}
+UNIQUE = {"type": "array", "uniqueItems": True}
+
+
+def tool_of(parameters):
+    return {"type": "function", "function": {"name": "measure", "description": "Measures.", "parameters": parameters}}
+
+
+TOOL = tool_of(SCHEMA)
 LONG = "A long prompt is ferried from the prefiller to a decoder. " * 4
 
 
@@ -57,12 +64,26 @@ async def test_structured_answers(cluster):
     first = await ask(response_format=FORMAT, max_tokens=1)
     assert (whole.message.content.startswith(first.message.content), first.finish_reason) == (True, "length")
     assert first.message.content.startswith("{")
-    stopped = await ask(response_format=FORMAT, stop=['"size'])
+    answer = await client.chat.completions.create(
+        **base, max_tokens=40, response_format=FORMAT, stop=['"size'], extra_body={"kvferry_timeline": True}
+    )
+    stopped, timeline = answer.choices[0], answer.kvferry["timeline"]
+    assert timeline["decoder"]["first_token"]
+    assert timeline["decoder"]["finished"]
     assert (stopped.message.content, stopped.finish_reason) == (whole.message.content.split('"size')[0], "stop")
     chosen = await ask(extra_body={"guided_choice": ["left", "right"]})
     assert (chosen.message.content in ("left", "right"), chosen.finish_reason) == (True, "stop")
-    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
-        await ask(extra_body={"guided_json": {"type": "array", "uniqueItems": True}})
+    for fields, param in (
+        ({"extra_body": {"guided_json": UNIQUE}}, "guided_json"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": UNIQUE}}},
+            "response_format",
+        ),
+        ({"tools": [tool_of({"properties": {"a": UNIQUE}})], "tool_choice": "required"}, "tools"),
+    ):
+        with pytest.raises(openai.BadRequestError, match="uniqueItems") as refused:
+            await ask(**fields)
+        assert refused.value.param == param
 
     # The decoder that answers dies half-way; the other one goes on in the same grammar.
     stream = await client.chat.completions.create(**base, max_tokens=40, response_format=FORMAT, stream=True)
@@ -92,6 +113,13 @@ async def test_tool_calls(cluster):
     assert [(each.index, each.function.arguments) for each in calls] == [(0, call.function.arguments)]
     assert not any(part.delta.content for part in parts)
     assert parts[-1].finish_reason == "tool_calls"
+
+    required = base | {"tool_choice": "required", "messages": turns}
+    choice = (await client.chat.completions.create(**required)).choices[0]
+    assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
+    for cut in (1, 8, 20):
+        choice = (await client.chat.completions.create(**(required | {"max_tokens": cut}))).choices[0]
+        assert (choice.finish_reason, choice.message.content, choice.message.tool_calls) == ("length", "", None)
 
     # The result goes back; nothing has to be called any more.
     turns += [

@@ -301,7 +301,7 @@ class World:
         incoming = list(self.service.intake._incoming.values())
         if incoming and number % 5 == 0:
             incoming[number % len(incoming)].deadline = 0
-        self.service.intake.sweep(lambda ref: True)
+        self.service._sweep(lambda ref: True)
 
     def trouble(self, number):
         if number % 2:
@@ -340,6 +340,7 @@ class World:
         self.service.fail_rest(ErrorCode.DRAINING, "the test is over")
         for number in range(6):
             self.service.intake.sweep(lambda ref: True)
+            self.service._answers.sweep(lambda ref: False)
             while self.checks:
                 self.checked(0)
             while self.compiling:

@@ -33,9 +33,13 @@ CALLS = [
     (f"Let me see.\n{ONE}\n{TWO}\n", "Let me see.", ["f", "g"]),
     (f"{ONE} and more", " and more", ["f"]),
     (f"x{BROKEN}{TWO}", f"x{BROKEN}", ["g"]),
-    ("<tool_call>not closed", "<tool_call>not closed", []),
+    ("Wait. <tool_call>not closed", "Wait.", []),
+    ('<tool_call>\n{"name": "f", "arguments": {"a": "x', "", []),
+    (f'{ONE}\n<tool_call>\n{{"name": "f", "argu', "", ["f"]),
+    (f"{ONE}\n<tool_c", "", ["f"]),
     (ONE.removesuffix("\n</tool_call>"), "", ["f"]),
-    ("ends in a half <tool_", "ends in a half <tool_", []),
+    ("ends in a half <tool_", "ends in a half", []),
+    ("3 is not <", "3 is not <", []),
     ("</tool_call> alone ", "</tool_call> alone ", []),
 ]
 FUNCTION = {
@@ -120,13 +124,19 @@ def test_any_other_template_gets_them_as_text():
             {"tool_choice": "required"},
             [
                 '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "unit": "C"}}\n</tool_call>',
-                f'<tool_call>\n{{"name": "nothing", "arguments": {{"x": [1]}}}}\n</tool_call>\n{NOTHING}',
+                '<tool_call>\n{"name": "nothing", "arguments": {"x": [1]}}\n</tool_call>',
             ],
             [
                 "Sure",
                 '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "unit": "K"',
                 '<tool_call>\n{"name": "x',
+                f"{NOTHING}\n<tool",
             ],
+        ),
+        (
+            {"tool_choice": "required", "parallel_tool_calls": True},
+            [NOTHING, f"{NOTHING}\n{NOTHING}", "\n".join([NOTHING] * 8)],
+            ["Sure", "\n".join([NOTHING] * 9)],
         ),
         (
             {"tool_choice": {"type": "function", "function": {"name": "nothing"}}},
@@ -139,7 +149,7 @@ def test_any_other_template_gets_them_as_text():
             [f"{NOTHING}\n<tool"],
         ),
     ],
-    ids=["required", "named", "one"],
+    ids=["required", "several", "named", "one"],
 )
 def test_a_call_that_must_come_is_held_to_its_schema(default_model, choice, good, bad):
     compiler = GrammarCompiler(default_model, 49152)

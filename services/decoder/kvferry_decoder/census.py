@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from kvferry_engine.worker import Worker
 from kvferry_proto.nodes import Load
 
+from kvferry_decoder.answers import Answers
 from kvferry_decoder.intake import Intake
 from kvferry_decoder.receiver import Receiver
 from kvferry_decoder.request import Request, State
@@ -23,6 +24,7 @@ class Census:
         scheduler: Scheduler,
         receiver: Receiver,
         intake: Intake,
+        answers: Answers,
         verifier: Verifier,
     ) -> None:
         self._worker = worker
@@ -30,6 +32,7 @@ class Census:
         self._scheduler = scheduler
         self._receiver = receiver
         self._intake = intake
+        self._answers = answers
         self._verifier = verifier
 
     def load(self) -> Load:
@@ -59,13 +62,15 @@ class Census:
             "leaving": len(self._scheduler.leaving),
             "slots": self._receiver.slots.held,
             "incoming": len(self._intake),
+            "unreported": len(self._answers),
             "checks": len(self._verifier),
             "armed_slots": self._worker.fabric.stats().armed_slots,
         }
 
     def under_way(self) -> bool:
         """Whether a request is here, or was and a step, a check or a prefiller's word is still to come."""
-        return bool(self._requests or self._scheduler.leaving or len(self._verifier) or self._receiver.transfers)
+        rest = len(self._verifier) or len(self._answers) or self._receiver.transfers
+        return bool(self._requests or self._scheduler.leaving or rest)
 
     def _compiling(self) -> list[Request]:
         return [request for request in self._requests.values() if request.state is State.COMPILING]

@@ -96,6 +96,7 @@ class Intake:
         self._incoming[request.id] = Incoming(request, transfer, pieces, now() + self._deadline_ns)
         try:
             self._post.to(peer).send(self._prefill(request, transfer))
+            request.asked = True
         except (ChannelError, ValueError) as error:
             # Nothing left this node, so nothing can be written: no quarantine.
             self.fail(request, self._error(ErrorCode.NODE_LOST, str(error), Phase.PREFILL, peer), told=False)

@@ -86,6 +86,8 @@ class Request:
     accepted: bool = False
     spared: bool = False
     """A prefiller was named and is not asked."""
+    asked: bool = False
+    """A prefiller was asked, and reports when it is through."""
     lookup: PromptLookup | None = None
     """Index of the tokens, where they are looked up for drafts."""
     guesses: Sequence[int] = ()
@@ -129,6 +131,11 @@ class Request:
     def generated(self) -> int:
         """Tokens drawn in this attempt."""
         return len(self.tokens) - self.prompt_length
+
+    def note(self, report: PrefillTimeline) -> None:
+        """Take what the prefiller says of its part."""
+        self.prefill_timeline = report
+        self.cached = report.cached
 
     def room(self, max_context: int) -> int:
         """Tokens that may still be drawn."""

@@ -7,6 +7,7 @@ token budget per step. All bookkeeping runs in the event loop's thread; a step c
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 from kvferry_engine.context_slots import ContextSlots
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
@@ -78,6 +79,7 @@ class DecoderService(WorkerService[str, Request]):
             scheduler=self.scheduler,
             receiver=self.receiver,
             intake=self.intake,
+            answers=self._answers,
             verifier=self._verifier,
         )
 
@@ -110,7 +112,7 @@ class DecoderService(WorkerService[str, Request]):
     def _on_prefiller(self, origin: Origin, message: Any) -> None:  # noqa: ANN401  # a member of FromPrefiller
         match message:
             case PrefillReport():
-                self._note_timeline(message)
+                self._note(message)
                 self.intake.on_report(origin, message)
             case CancelConfirmed():
                 self.intake.on_confirmed(origin, message)
@@ -120,11 +122,10 @@ class DecoderService(WorkerService[str, Request]):
                 self.intake.on_refused(origin, message)
         self._loop.wake()
 
-    def _note_timeline(self, report: PrefillReport) -> None:
-        request = self._requests.get(report.request_id)
-        if request is not None:
-            request.prefill_timeline = report.timeline
-            request.cached = report.timeline.cached
+    def _note(self, report: PrefillReport) -> None:
+        if (request := self._requests.get(report.request_id)) is not None:
+            request.note(report.timeline)
+        self._answers.reported(report)
 
     def _take_event(self, event: Event) -> None:
         self.intake.on_event(event)
@@ -142,8 +143,9 @@ class DecoderService(WorkerService[str, Request]):
     def _cancel(self, origin: Origin, message: Cancel) -> None:
         request = self._requests.get(message.request_id)
         if request is not None and request.origin.sender == origin.sender:
+            arrived = request.state is State.RUNNING
             self._stop(request)
-            self._answers.cancelled(request)
+            self._answers.cancelled(request, arrived=arrived)
 
     # --- ways out --------------------------------------------------------------------------------------------
 
@@ -171,7 +173,8 @@ class DecoderService(WorkerService[str, Request]):
 
     def _on_refused(self, request: Request, why: str) -> None:
         text = f"the answer can't be held to its grammar: {why}"
-        self._give_up(request, self._error(ErrorCode.BAD_REQUEST, text, Phase.ASSIGN))
+        error = self._error(ErrorCode.BAD_REQUEST, text, Phase.ASSIGN)
+        self._give_up(request, msgspec.structs.replace(error, param="grammar"))
 
     def _on_complete(self, request: Request) -> None:
         """What another decoder had answered is the whole answer."""
@@ -229,6 +232,7 @@ class DecoderService(WorkerService[str, Request]):
 
     def _sweep(self, alive: Callable[[NodeRef], bool]) -> None:
         self.intake.sweep(alive)
+        self._answers.sweep(alive)
         self._drop_unreachable()
 
     def stood_still(self, seconds: float) -> None:

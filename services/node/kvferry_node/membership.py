@@ -13,7 +13,7 @@ import msgspec
 from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role
 
 from kvferry_node.logs import Throttle, get_logger
-from kvferry_node.redis_link import Unreachable, connect, script
+from kvferry_node.redis_link import NoAnswer, Unreachable, connect, script, trouble, within
 
 Callback = Callable[[NodeRecord], None]
 
@@ -76,9 +76,12 @@ class MembershipView:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(_TIMEOUT_SECONDS):
+                    async with within(_TIMEOUT_SECONDS):
                         await self._step()
                 except Unreachable as error:
+                    if isinstance(error, NoAnswer) and error.ours:
+                        # Asked again at once, before a whole cluster is taken for unreachable.
+                        continue
                     self._lost(error)
                     await asyncio.sleep(_RETRY_SECONDS)
         finally:
@@ -156,7 +159,8 @@ class MembershipView:
 
     def _lost(self, error: BaseException) -> None:
         self.available = False
-        self._warn("redis is unreachable; going on with the cluster as last seen", error=str(error))
+        what, why = trouble(error)
+        self._warn(f"{what}; going on with the cluster as last seen", error=why)
 
     def _warn(self, event: str, **fields: object) -> None:
         if (held := self._throttle.passes(event)) is not None:

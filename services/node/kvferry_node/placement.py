@@ -12,7 +12,7 @@ from kvferry_node.choose import Candidate, Choice, PlacementAsk, Unplaced, choos
 from kvferry_node.logs import Throttle, get_logger
 from kvferry_node.membership import MembershipView
 from kvferry_node.metrics import NodeMetrics
-from kvferry_node.redis_link import Unreachable, connect, script
+from kvferry_node.redis_link import Unreachable, connect, script, trouble, within
 
 __all__ = ["Placement", "PlacementAsk", "Placer"]
 
@@ -52,6 +52,7 @@ class Placer:
         self._node = node
         self._lifetime = reserve_seconds
         self._redis = connect(url, connections=_CONNECTIONS)
+        self._turns = asyncio.Semaphore(_CONNECTIONS)
         self._script = script(self._redis, "placement")
         self._held = LocalReservations(reserve_seconds)
         self._log = get_logger()
@@ -64,14 +65,8 @@ class Placer:
         pages than any decoder has.
         """
         # Without Redis in sight, waiting for it to time out would only add to the client's wait.
-        if self._view.available:
-            try:
-                choice = await self._ask_redis(ask)
-            except Unreachable as error:
-                self._failed(error)
-            else:
-                return self._second_look(ask, choice)
-        return self.place_locally(ask)
+        choice = await self._in_turn(ask) if self._view.available else None
+        return self.place_locally(ask) if choice is None else self._second_look(ask, choice)
 
     def place_locally(self, ask: PlacementAsk) -> Placement:
         """Choose as `place` does, by the last view and this router's own reservations. Raises KvferryError."""
@@ -89,7 +84,7 @@ class Placer:
         if not self._view.available:
             return
         try:
-            async with asyncio.timeout(_TIMEOUT_SECONDS), self._redis.pipeline(transaction=False) as pipe:
+            async with self._turns, within(_TIMEOUT_SECONDS), self._redis.pipeline(transaction=False) as pipe:
                 for ref in refs:
                     pipe.hdel(f"{self._namespace}:held:{ref.id}:{ref.incarnation:x}", placement.request_id)
                 await pipe.execute()
@@ -108,10 +103,21 @@ class Placer:
                 return self._conclude(ask, "local", second)
         return self._conclude(ask, "redis", choice)
 
+    async def _in_turn(self, ask: PlacementAsk) -> Choice | Unplaced | None:
+        """Ask Redis when a connection is free; None if it can't be asked. The wait for one is no fault of Redis."""
+        async with self._turns:
+            if not self._view.available:
+                return None
+            try:
+                return await self._ask_redis(ask)
+            except Unreachable as error:
+                self._failed(error)
+                return None
+
     async def _ask_redis(self, ask: PlacementAsk) -> Choice | Unplaced:
         asked = msgspec.to_builtins(ask) | {"prefill_tokens": ask.prefill_tokens}
         args: list[str | bytes | int] = [self._namespace, msgspec.json.encode(asked), int(1000 * self._lifetime)]
-        async with asyncio.timeout(_TIMEOUT_SECONDS):
+        async with within(_TIMEOUT_SECONDS):
             answer: list[Any] = await self._script(keys=[f"{self._namespace}:nodes"], args=args)
         if answer[0] != "placed":
             return Unplaced(answer[0], Role(answer[1]), int(answer[2]))
@@ -150,7 +156,8 @@ class Placer:
     def _failed(self, error: BaseException) -> None:
         self._metrics.redis_errors.inc()
         if (held := self._throttle.passes("redis")) is not None:
-            self._log.warning("redis is unreachable; placing by the last view", error=str(error), held_back=held)
+            what, why = trouble(error)
+            self._log.warning(f"{what}; placing by the last view", error=why, held_back=held)
 
 
 class LocalReservations:

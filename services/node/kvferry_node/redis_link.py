@@ -6,7 +6,10 @@ NAMESPACE:node:ID                  hash under the node's lease: its record and l
 NAMESPACE:held:ID:INCARNATION      hash: request id -> "expires pages tokens", reservations not yet admitted
 """
 
+import asyncio
 import importlib.resources
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 from redis.asyncio import BlockingConnectionPool, Redis
@@ -15,7 +18,7 @@ from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import RedisError
 
-__all__ = ["AsyncScript", "Client", "RedisError", "Unreachable", "connect", "script"]
+__all__ = ["AsyncScript", "Client", "NoAnswer", "RedisError", "Unreachable", "connect", "script", "trouble", "within"]
 
 Client: TypeAlias = Redis
 
@@ -23,10 +26,45 @@ Client: TypeAlias = Redis
 Unreachable = (RedisError, OSError, TimeoutError)
 
 
+LATE_SECONDS = 0.25
+"""A process that runs so late may have left an answer unread, which says nothing of Redis."""
+
+
+class NoAnswer(TimeoutError):  # noqa: N818  # the name says it
+    """Redis has not answered in time."""
+
+    def __init__(self, seconds: float, late: float) -> None:
+        """`late`: seconds after its time that the timeout was seen, by a loop that was busy or stood still."""
+        self.ours = late >= LATE_SECONDS
+        """Whether that may be this process's own doing."""
+        own = f", and this process itself was {late:.2f} s late" if self.ours else ""
+        super().__init__(f"no answer within {seconds:g} s{own}")
+
+
+@asynccontextmanager
+async def within(seconds: float) -> AsyncIterator[None]:
+    """Give the calls in the block so long. Raises NoAnswer, which says more than a TimeoutError's empty text."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            yield
+    except TimeoutError as error:
+        deadline = limit.when()
+        if not limit.expired() or deadline is None:
+            raise
+        raise NoAnswer(seconds, asyncio.get_running_loop().time() - deadline) from error
+
+
+def trouble(error: BaseException) -> tuple[str, str]:
+    """Return what is wrong with Redis, and the details of it, for a log line."""
+    what = "redis does not answer" if isinstance(error, NoAnswer) else "redis is unreachable"
+    return what, str(error) or type(error).__name__
+
+
 def connect(url: str, *, connections: int = 1) -> Client:
     """Return a client with at most `connections` connections, which retries nothing. Close it with `aclose`.
 
-    It has no timeouts: callers put `asyncio.timeout` around their calls. redis-py's own write timeout is made with
+    It has no timeouts: callers put `within` around their calls. redis-py's own write timeout is made with
     asyncio.wait_for, which before Python 3.12 now and then swallows a cancellation, and then a node never ends.
     """
     pool: BlockingConnectionPool = BlockingConnectionPool.from_url(

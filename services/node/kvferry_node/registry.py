@@ -12,7 +12,7 @@ from kvferry_node.errors import NodeIdTaken
 from kvferry_node.logs import Throttle, get_logger
 from kvferry_node.membership import MembershipView
 from kvferry_node.metrics import NodeMetrics
-from kvferry_node.redis_link import Unreachable, connect, script
+from kvferry_node.redis_link import Unreachable, connect, script, trouble, within
 
 __all__ = ["MembershipView", "Registry", "pairing"]
 
@@ -106,7 +106,7 @@ class Registry:
         self._left = True
         async with self._lock:
             try:
-                async with asyncio.timeout(self._timeout):
+                async with within(self._timeout):
                     await self._leave(keys=self._keys, args=[self.record.ref.id, self._incarnation])
             except Unreachable as error:
                 self._failed(error)
@@ -124,7 +124,7 @@ class Registry:
             fields = self._fields(load)
             head: list[str | int] = [int(takeover), self.record.ref.id, self._incarnation, self._lease_ms, len(fields)]
             pairs = [part for field in fields.items() for part in field]
-            async with asyncio.timeout(self._timeout):
+            async with within(self._timeout):
                 outcome = await self._beat(keys=self._keys, args=[*head, *pairs, *sent])
             for _ in sent:
                 self._admitted.popleft()
@@ -144,7 +144,8 @@ class Registry:
         self._metrics.redis_up.set(0)
         self._metrics.redis_errors.inc()
         if (held := self._throttle.passes("redis")) is not None:
-            self._log.warning("redis is unreachable; trying again", error=str(error), held_back=held)
+            what, why = trouble(error)
+            self._log.warning(f"{what}; trying again", error=why, held_back=held)
 
     def _fields(self, load: Load | None) -> dict[str, str | int]:
         record = self.record

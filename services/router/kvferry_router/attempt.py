@@ -7,10 +7,11 @@ import msgspec
 from kvferry_proto.errors import RequestError
 from kvferry_proto.hashing import block_hashes
 from kvferry_proto.ints import Int32s
+from kvferry_proto.message import RequestFailed
 from kvferry_proto.nodes import NodeRecord, NodeRef
 from kvferry_proto.page_table import PageEntry, Source, pack
 from kvferry_proto.to_decoder import Assign
-from kvferry_proto.to_router import Finished
+from kvferry_proto.to_router import Cancelled, Finished
 
 from kvferry_router.request import Request
 
@@ -32,6 +33,8 @@ class StopFound(msgspec.Struct, frozen=True):
 
 
 End = Finished | Lost | StopFound
+LastWord = Cancelled | Finished | RequestFailed
+"""What a decoder says when it holds nothing of an attempt any more."""
 
 
 class Attempt:
@@ -52,6 +55,8 @@ class Attempt:
         self.prefiller = prefiller
         self.on_spared = on_spared
         self.accepted = False
+        self.word: LastWord | None = None
+        """What the decoder said last, if that came after the end and before this was closed."""
         self.last_token = 0
         """ns of `timeline.now`; 0 before the first token."""
         self.end: asyncio.Future[End] = asyncio.get_running_loop().create_future()
@@ -65,6 +70,8 @@ class Attempt:
     @property
     def held(self) -> bool:
         """Whether the decoder may still hold something of it."""
+        if self.word is not None:
+            return False
         # Cancelling the request cancels the future that it waits on.
         if not self.end.done() or self.end.cancelled():
             return True

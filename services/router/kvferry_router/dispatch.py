@@ -12,7 +12,7 @@ from kvferry_proto.errors import ErrorCode, KvferryError, Phase, RequestError, f
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.nodes import NodeRecord, NodeRef
 from kvferry_proto.timeline import DecodeTimeline
-from kvferry_proto.to_router import Finished
+from kvferry_proto.to_router import Cancelled, Finished
 
 from kvferry_router.admission import Admission
 from kvferry_router.answer import GrowingAnswer
@@ -182,7 +182,8 @@ class Dispatcher:
             end = await self._run(attempt, placement, number)
             if not isinstance(end, Lost):
                 self._remember(attempt)
-                _complete(request, end)
+                word = end if isinstance(end, Finished) else await self._switchboard.last_word(attempt)
+                _complete(request, end, word)
                 return
             if end.retry and self._completed_anyway(request):
                 return
@@ -288,10 +289,10 @@ class Dispatcher:
         return True
 
 
-def _complete(request: Request, end: Finished | StopFound) -> None:
-    if isinstance(end, StopFound):
-        reason = request.answer.complete
-        assert reason is not None
-        request.finish(reason, decoder=DecodeTimeline(), prefiller=None)
-        return
-    request.finish(end.finish_reason, end.usage.cached_tokens, decoder=end.decoder, prefiller=end.prefiller)
+def _complete(request: Request, end: Finished | StopFound, word: Finished | Cancelled | None) -> None:
+    """`word`: what the decoder says of an answer whose end it did not see, or did."""
+    reason = end.finish_reason if isinstance(end, Finished) else request.answer.complete
+    assert reason is not None
+    cached = word.usage.cached_tokens if isinstance(word, Finished) else word.cached_tokens if word is not None else 0
+    decoder, prefiller = (word.decoder, word.prefiller) if word is not None else (DecodeTimeline(), None)
+    request.finish(reason, cached, decoder=decoder, prefiller=prefiller)

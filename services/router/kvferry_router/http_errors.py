@@ -10,8 +10,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvferry_router.bad_request import BadRequest
-
 _TYPES = {
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
@@ -31,25 +29,24 @@ class OrjsonResponse(Response):
         return orjson.dumps(content)
 
 
-def envelope(error: RequestError, param: str | None = None) -> dict[str, Any]:
+def envelope(error: RequestError) -> dict[str, Any]:
     """Return the body that tells `error`."""
-    return _envelope(error.message, error.status, error.code, param, phase=error.phase, node=error.node)
+    return _envelope(error.message, error.status, error.code, error.param, phase=error.phase, node=error.node)
 
 
-def _envelope(message: str, status: int, code: str, param: str | None = None, **more: str) -> dict[str, Any]:
+def _envelope(message: str, status: int, code: str, param: str = "", **more: str) -> dict[str, Any]:
     kind = _TYPES.get(HTTPStatus(status)) if status != 499 else "cancelled_error"
     kind = kind or ("server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code, **more}}
+    return {"error": {"message": message, "type": kind, "param": param or None, "code": code, **more}}
 
 
 def error_response(failure: KvferryError) -> Response:
     """Return the answer to a request that failed before anything was streamed."""
     error = failure.error
-    param = failure.param if isinstance(failure, BadRequest) else None
     headers = {}
     if error.status in _RETRY_LATER:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after or 1)))
-    return OrjsonResponse(envelope(error, param), status_code=error.status, headers=headers)
+    return OrjsonResponse(envelope(error), status_code=error.status, headers=headers)
 
 
 async def http_exception(_request: Request, error: Exception) -> Response:

@@ -19,6 +19,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     """Keeps cached KV apart."""
     grammar: Grammar | None = None
+    grammar_field: str = "grammar"
+    """What the client calls the field that the grammar was made of."""
     spoken: frozenset[int] = frozenset()
     """Special tokens that are part of the answer's text all the same."""
     received: int

@@ -33,7 +33,8 @@ class Asked(NamedTuple):
     """None takes `default`."""
     default: int
     logprobs: int
-    grammar: Grammar | None
+    grammar: tuple[str, Grammar | None]
+    """The field that asks for it, and the grammar."""
     spoken: frozenset[int] = frozenset()
     """Special tokens that the answer's text keeps."""
 
@@ -145,7 +146,8 @@ class JobMaker:
             tokens=tokens,
             sampling=sampling,
             stop=stops(request),
-            grammar=asked.grammar,
+            grammar=asked.grammar[1],
+            grammar_field=asked.grammar[0],
             spoken=asked.spoken,
             cache_salt=request.cache_salt or "",
             received=received,

@@ -14,8 +14,8 @@ from kvferry_router.tool_choice import tool_grammar
 _FIELDS = ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
-def grammar_of(request: Common, special: Collection[str] = ()) -> Grammar | None:
-    """Return the grammar of the answer, or None if it is free. Raises BadRequest.
+def grammar_of(request: Common, special: Collection[str] = ()) -> tuple[str, Grammar | None]:
+    """Return the grammar of the answer, None if it is free, after the field that asks for it. Raises BadRequest.
 
     `special`: the tags of tool calls that are special tokens.
     """
@@ -26,7 +26,8 @@ def grammar_of(request: Common, special: Collection[str] = ()) -> Grammar | None
     if len(found) > 1:
         msg = f"{' and '.join(name for name, _ in found)} exclude each other: an answer has one shape"
         raise BadRequest(msg, found[1][0])
-    return found[0][1] if found else None
+    field, grammar = found[0] if found else ("", None)
+    return "tools" if field == "tool_choice" else field, grammar
 
 
 def check_size(grammar: Grammar, field: str) -> Grammar:

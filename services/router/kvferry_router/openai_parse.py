@@ -69,7 +69,7 @@ def _explain(text: str) -> BadRequest:
     if missing := _MISSING.search(text):
         return BadRequest(f"{missing[1]} is missing", missing[1])
     if match := _PATH.match(text):
-        return BadRequest(f"{match['path'] or 'body'}: {match['message'].lower()}", match["path"] or None)
+        return BadRequest(f"{match['path'] or 'body'}: {match['message'].lower()}", match["path"] or "")
     return BadRequest(text)
 
 

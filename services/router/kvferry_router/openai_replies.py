@@ -74,7 +74,9 @@ class ChatChoice(Choice):
 
     def __init__(self, index: int, handle: RequestHandle, request: Common, tokenizer: Tokenizer) -> None:
         super().__init__(index, handle, request, tokenizer)
-        self._calls = ToolCallParser() if isinstance(request, ChatRequest) and tools_of(request) else None
+        tools = isinstance(request, ChatRequest) and tools_of(request)
+        must_call = isinstance(request, ChatRequest) and request.tool_choice not in (None, "auto")
+        self._calls = ToolCallParser(must_call=must_call) if tools else None
 
     def whole(self, answer: Answer) -> Json:
         """Return the answer at once."""

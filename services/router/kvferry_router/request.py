@@ -4,6 +4,7 @@ import asyncio
 import enum
 from collections.abc import Sequence
 
+import msgspec
 from kvferry_node.states import StateMachine
 from kvferry_proto.errors import KvferryError, Phase, RequestError
 from kvferry_proto.timeline import DecodeTimeline, PrefillTimeline, RouterTimeline, Timeline, now
@@ -123,7 +124,9 @@ class Request:
         """There will be no (more) answer."""
         self._machine.move(State.FAILED)
         self.timeline.finished = now()
-        self.error = error
+        # Decoders know the grammar, and not what it was made of.
+        own = error.param == "grammar"
+        self.error = msgspec.structs.replace(error, param=self.job.grammar_field) if own else error
         self._wake()
 
     def _wake(self) -> None:

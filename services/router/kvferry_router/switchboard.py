@@ -18,10 +18,12 @@ from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import Cancel
 from kvferry_proto.to_router import Accepted, Cancelled, Finished, TokenRun, Tokens
 
-from kvferry_router.attempt import Attempt, Lost, StopFound
+from kvferry_router.attempt import Attempt, LastWord, Lost, StopFound
 from kvferry_router.metrics import RouterMetrics
 
 CANCEL_RESEND_SECONDS = 0.2
+LAST_WORD_SECONDS = 1.5
+"""How long the end of an answer waits for what its decoder knows of it; the decoder waits for a second itself."""
 
 
 class _Closing:
@@ -31,6 +33,8 @@ class _Closing:
         self.attempt = attempt
         self.deadline = deadline
         self.timer: asyncio.TimerHandle | None = None
+        self.word: asyncio.Future[LastWord | None] = asyncio.get_running_loop().create_future()
+        """What the decoder said last; None if it says nothing any more."""
 
 
 class Switchboard:
@@ -84,6 +88,14 @@ class Switchboard:
             closing = _Closing(attempt, self._loop.time() + self._cancel_seconds)
             self._closing[attempt.id] = closing
             self._send_cancel(closing)
+
+    async def last_word(self, attempt: Attempt) -> Cancelled | Finished | None:
+        """Return what the decoder says of a closed attempt; None if that takes too long, or it is gone."""
+        word = attempt.word
+        if (closing := self._closing.get(attempt.id)) is not None:
+            await asyncio.wait({closing.word}, timeout=LAST_WORD_SECONDS)
+            word = closing.word.result() if closing.word.done() else None
+        return word if isinstance(word, Cancelled | Finished) else None
 
     def on_message(self, origin: Origin, message: Message) -> None:
         """Take a message of a decoder."""
@@ -173,11 +185,14 @@ class Switchboard:
 
     def _closed_one(self, sender: NodeRef, message: Accepted | Finished | Cancelled | RequestFailed) -> None:
         """A message about no open attempt: the end of a closing one, or too late."""
-        closing = self._closing.get(message.request_id)
+        attempt, closing = self._open.get(message.request_id), self._closing.get(message.request_id)
+        if attempt is not None and attempt.decoder.ref == sender and not isinstance(message, Accepted):
+            attempt.word = message
+            return
         if closing is None or closing.attempt.decoder.ref != sender or isinstance(message, Accepted):
             self._late(message)
         else:
-            self._forget(closing)
+            self._forget(closing, message)
 
     def _refused(self, origin: Origin, message: Refused) -> None:
         """Nothing was done: with the request it names, or, where it names none, with one of those not yet accepted."""
@@ -241,9 +256,11 @@ class Switchboard:
         self._log.warning("a cancel was not confirmed", request_id=attempt.id, decoder=str(attempt.decoder.ref))
         self._forget(closing)
 
-    def _forget(self, closing: _Closing) -> None:
+    def _forget(self, closing: _Closing, word: LastWord | None = None) -> None:
         if closing.timer is not None:
             closing.timer.cancel()
+        if not closing.word.done():
+            closing.word.set_result(word)
         self._closing.pop(closing.attempt.id, None)
 
 

@@ -8,6 +8,8 @@ import orjson
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
+SURE = "<tool"
+"""So much of a tag is taken for one, where an answer may also be text."""
 
 
 class ToolCall(msgspec.Struct, frozen=True):
@@ -32,10 +34,13 @@ def as_openai(call: ToolCall, *, streamed: bool) -> dict[str, Any]:
 class ToolCallParser:
     """Splits text that comes in pieces into plain text and calls. A tag may be cut anywhere.
 
-    What stands between the tags and is no call is given back as plain text, tags and all: nothing of an answer is lost.
+    What stands between the tags and is no call is given back as plain text, tags and all. A call that the answer's end
+    cuts off is dropped: a half-written one is no text for a reader, and no call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, must_call: bool = False) -> None:
+        """`must_call`: the answer is calls and nothing else, so that even a "<" begins one."""
+        self._least = 1 if must_call else len(SURE)
         self._held = ""
         self._inside = False
         self.count = 0
@@ -64,10 +69,10 @@ class ToolCallParser:
         """The answer is over: return what was held back. A last call may lack its closing tag."""
         rest, self._held = self._held, ""
         if not self._inside:
-            return self._trimmed(rest), []
+            return self._trimmed(_without_half_a_tag(rest, self._least)), []
         self._inside = False
         call = self._call(rest)
-        return ("", [call]) if call is not None else (OPEN + rest, [])
+        return "", [call] if call is not None else []
 
     def _certain(self) -> str:
         """Take off all that can't be the beginning of a tag."""
@@ -91,3 +96,9 @@ class ToolCallParser:
                 self.count += 1
                 return ToolCall(self.count - 1, name, orjson.dumps(arguments).decode())
         return None
+
+
+def _without_half_a_tag(text: str, least: int) -> str:
+    """Take off what is the beginning of a tag, of `least` characters or more."""
+    half = next((size for size in range(len(OPEN) - 1, least - 1, -1) if text.endswith(OPEN[:size])), 0)
+    return text[: len(text) - half].rstrip() if half else text

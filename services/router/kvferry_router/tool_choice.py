@@ -10,6 +10,9 @@ from kvferry_router.bad_request import BadRequest
 from kvferry_router.openai_types import ChatRequest, NamedChoice, Tool
 from kvferry_router.tool_calls import CLOSE, OPEN
 
+MOST_CALLS = 8
+"""Calls of one answer that must call, where it may call several. A small model never stops by itself."""
+
 
 def tools_of(request: ChatRequest) -> list[Tool]:
     """Return the tools that the model is told of: none if it may call none. Raises BadRequest."""
@@ -36,7 +39,7 @@ def tool_grammar(request: ChatRequest, special: Collection[str] = ()) -> Grammar
     if isinstance(choice, NamedChoice):
         return _calls([tool for tool in tools if tool.function.name == choice.function.name], special)
     if choice == "required":
-        return _calls(tools, special, several=request.parallel_tool_calls is not False)
+        return _calls(tools, special, several=bool(request.parallel_tool_calls))
     return None
 
 
@@ -45,7 +48,8 @@ def _calls(tools: list[Tool], special: Collection[str], *, several: bool = False
     # Text matches no special token; by its name in angle brackets a rule asks for the token itself.
     opened, closed = (tag if tag in special else _json(tag) for tag in (OPEN, CLOSE))
     names = " | ".join(f"call_{number}" for number in range(len(tools)))
-    rules = ['start: call ("\\n" call)*' if several else "start: call", f"call: {names}"]
+    more = f'("\\n" call){{0,{MOST_CALLS - 1}}}' if several else ""
+    rules = [f"start: call {more}", f"call: {names}"]
     tail = _json("}\n")
     for number, tool in enumerate(tools):
         head = _json(f'\n{{"name": {_json(tool.function.name)}, "arguments": ')

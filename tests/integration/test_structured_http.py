@@ -114,7 +114,7 @@ async def test_tool_calls(cluster):
     assert not any(part.delta.content for part in parts)
     assert parts[-1].finish_reason == "tool_calls"
 
-    required = base | {"tool_choice": "required", "messages": turns}
+    required = base | {"tool_choice": "required", "parallel_tool_calls": False, "messages": turns}
     choice = (await client.chat.completions.create(**required)).choices[0]
     assert (choice.finish_reason, len(choice.message.tool_calls)) == ("tool_calls", 1)
     for cut in (1, 8, 20):

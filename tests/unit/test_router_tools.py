@@ -125,12 +125,13 @@ def test_any_other_template_gets_them_as_text():
             [
                 '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "unit": "C"}}\n</tool_call>',
                 '<tool_call>\n{"name": "nothing", "arguments": {"x": [1]}}\n</tool_call>',
+                "\n".join([NOTHING] * 8),
             ],
             [
                 "Sure",
                 '<tool_call>\n{"name": "weather", "arguments": {"city": "Rom", "unit": "K"',
                 '<tool_call>\n{"name": "x',
-                f"{NOTHING}\n<tool",
+                "\n".join([NOTHING] * 9),
             ],
         ),
         (
@@ -141,7 +142,7 @@ def test_any_other_template_gets_them_as_text():
         (
             {"tool_choice": {"type": "function", "function": {"name": "nothing"}}},
             [NOTHING],
-            ['<tool_call>\n{"name": "weather'],
+            ['<tool_call>\n{"name": "weather', f"{NOTHING}\n<tool"],
         ),
         (
             {"tool_choice": "required", "parallel_tool_calls": False},

@@ -39,7 +39,7 @@ def tool_grammar(request: ChatRequest, special: Collection[str] = ()) -> Grammar
     if isinstance(choice, NamedChoice):
         return _calls([tool for tool in tools if tool.function.name == choice.function.name], special)
     if choice == "required":
-        return _calls(tools, special, several=bool(request.parallel_tool_calls))
+        return _calls(tools, special, several=request.parallel_tool_calls is not False)
     return None
 
 

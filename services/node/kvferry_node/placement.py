@@ -81,15 +81,17 @@ class Placer:
         refs = [record.ref for record in records if record is not None]
         for ref in refs:
             self._held.drop(ref, placement.request_id)
-        if not self._view.available:
-            return
-        try:
-            async with self._turns, within(_TIMEOUT_SECONDS), self._redis.pipeline(transaction=False) as pipe:
-                for ref in refs:
-                    pipe.hdel(f"{self._namespace}:held:{ref.id}:{ref.incarnation:x}", placement.request_id)
-                await pipe.execute()
-        except Unreachable as error:
-            self._failed(error)
+        async with self._turns:
+            # Looked at now: those in line behind one that timed out, and whoever places behind them, wait for nothing.
+            if not self._view.available:
+                return
+            try:
+                async with within(_TIMEOUT_SECONDS), self._redis.pipeline(transaction=False) as pipe:
+                    for ref in refs:
+                        pipe.hdel(f"{self._namespace}:held:{ref.id}:{ref.incarnation:x}", placement.request_id)
+                    await pipe.execute()
+            except Unreachable as error:
+                self._failed(error)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -6,6 +6,7 @@ beside it: a token is computed to the same bits alone, in a batch, and behind dr
 """
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 
 Layer = Any
 """A KvLayer of csrc/kernels.h."""
+Layers = Callable[..., Layer]
+"""Index of a layer, query heads that read it -> the layer, until it is asked for another."""
 AVX2, AVX512 = 1, 2
 """What `Kernels.level` may be: the second has products of bfloat16 in hardware."""
 
@@ -42,11 +45,12 @@ class Kernels:
         return y
 
     def rms_norm(self, x: torch.Tensor, weights: torch.Tensor, eps: float, of_first: int = 1) -> torch.Tensor:
-        """x / rms(x) times a weight, x [T, heads, size] whose tokens may lie apart; dense.
+        """x / rms(x) times a weight, x [T, heads, size] or [T, size], whose tokens may lie apart; dense.
 
-        `weights` [2, size], or [1, size] where all heads are the first: of the first `of_first` heads, of the others.
+        `weights` [2, size], or one alone where all heads are the first: of the first `of_first` heads, of the others.
         """
-        tokens, heads, size = x.shape
+        (tokens, *within), size = x.shape[:-1], x.shape[-1]
+        heads = within[0] if within else 1
         y = torch.empty(x.shape, dtype=torch.bfloat16)
         self._lib.kv_rms_norm(
             self._at(x), self._at(weights), self._at(y), tokens, heads, of_first, x.stride(0), size, eps
@@ -67,11 +71,17 @@ class Kernels:
         self._lib.kv_rotate(at(x), at(cos), at(sin), at(y), *x.shape[:2], stride, head_stride, x.shape[2])
         return y
 
-    def layer(self, pages: torch.Tensor, heads: int) -> Layer:
-        """One layer of a pool, [page, kv head, K/V, token, D], for `heads` query heads; the pool outlives it."""
-        kv_heads, _, page_size, head_dim = pages.shape[1:]
-        sizes = (kv_heads, page_size, head_dim, heads // kv_heads, head_dim**-0.5)
-        return self._new("KvLayer *", (self._at(pages), *sizes))
+    def layers(self, pool: torch.Tensor) -> Layers:
+        """Layers of a pool [layer, page, kv head, K/V, token, D], which outlives what this returns."""
+        kv_heads, _, page_size, head_dim = pool.shape[2:]
+        view = self._new("KvLayer *", (self._at(pool), kv_heads, page_size, head_dim, 1, head_dim**-0.5))
+        first, stride = pool.data_ptr(), pool.stride(0) * pool.element_size()
+
+        def layer(index: int, heads: int = kv_heads) -> Layer:
+            view.pages, view.group = self._cast(self._bf16, first + index * stride), heads // kv_heads
+            return view
+
+        return layer
 
     def append(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Write k and v [T, kv heads, D], whose tokens may lie apart, to `slots`, int64 [T]: page x size + place."""

@@ -44,7 +44,7 @@ class KernelPlan:
     """One step's attention."""
 
     def __init__(self, batch: ForwardBatch, pool: KVPool, kernels: Kernels) -> None:
-        self._kernels, self._pool, self._batch = kernels, pool, batch
+        self._kernels, self._pool, self._layer = kernels, pool, kernels.layers(pool.tensor)
         self._slots = torch.from_numpy(batch.slot_pages * batch.page_size + batch.slot_offsets)
         self._opened = torch.from_numpy(batch.opened_pages)
         chunked = batch.q_lens > FEW_TOKENS if kernels.level == AVX512 else np.zeros(len(batch), dtype=bool)
@@ -59,14 +59,13 @@ class KernelPlan:
 
     def append_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [T, kv heads, D] to their places, in pages cleared of what an earlier owner left."""
-        pages = self._pool.tensor[layer]
         if len(self._opened):
-            pages.index_fill_(0, self._opened, 0)
-        self._kernels.append(self._kernels.layer(pages, pages.shape[1]), k, v, self._slots)
+            self._pool.tensor[layer].index_fill_(0, self._opened, 0)
+        self._kernels.append(self._layer(layer), k, v, self._slots)
 
     def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend from q [T, heads, D] to its sequences' tokens up to its own; the same shape, dense."""
-        pages = self._kernels.layer(self._pool.tensor[layer], q.shape[1])
+        pages = self._layer(layer, q.shape[1])
         few, chunks = self._few, self._chunks
         if few is not None and not chunks:
             return self._kernels.attend_rows(pages, q, few.tables, few.lens)

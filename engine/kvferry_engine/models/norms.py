@@ -16,7 +16,7 @@ class RmsNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Normalise each row of x [T, E]; in x's dtype again."""
         if self._kernels is not None:
-            return self._kernels.rms_norm(x.unsqueeze(1), self.weight, self._eps).squeeze(1)
+            return self._kernels.rms_norm(x, self.weight, self._eps)
         return _normalise(x, self._added).mul_(self.weight)
 
 

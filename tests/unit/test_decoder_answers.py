@@ -71,16 +71,19 @@ def test_the_last_word_waits_for_the_report_that_says_what_was_cached(cancelled)
     assert len(answers) == 0
 
 
-def test_the_last_word_waits_for_no_prefiller_that_is_gone_and_for_none_that_was_not_asked():
+def test_the_last_word_waits_for_no_prefiller_that_is_gone_or_has_given_up_or_was_not_asked():
     told, answers = [], Answers()
     answers.finished(asked_request(told, prefiller=PREFILLER), FinishReason.LENGTH)
     answers.sweep(lambda ref: ref != PREFILLER.ref)
     assert len(told) == 1
+    answers.finished(asked_request(told, prefiller=PREFILLER), FinishReason.LENGTH)
+    answers.without_report(REPORT.request_id)
+    assert (len(told), len(answers)) == (2, 0)
     answers.cancelled(asked_request(told, prefiller=PREFILLER), arrived=False)
     request = asked_request(told)
     request.asked = False
     answers.finished(request, FinishReason.LENGTH)
-    assert len(told) == 3
+    assert len(told) == 4
 
 
 def top_of(top):

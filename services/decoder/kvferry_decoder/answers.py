@@ -89,6 +89,11 @@ class Answers:
             entry.request.note(report.timeline)
             self._say(entry)
 
+    def without_report(self, request_id: str) -> None:
+        """Say what waited: the prefiller has ended its part without a report."""
+        if (entry := self._unreported.get(request_id)) is not None:
+            self._say(entry)
+
     def sweep(self, alive: Callable[[NodeRef], bool]) -> None:
         """Say what has waited long enough, or waits for a prefiller that is gone: without the report."""
         for entry in list(self._unreported.values()):

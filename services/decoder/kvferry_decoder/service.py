@@ -116,8 +116,10 @@ class DecoderService(WorkerService[str, Request]):
                 self.intake.on_report(origin, message)
             case CancelConfirmed():
                 self.intake.on_confirmed(origin, message)
+                self._answers.without_report(message.request_id)
             case PrefillFailed():
                 self.intake.on_failed(origin, message)
+                self._answers.without_report(message.request_id)
             case Refused():
                 self.intake.on_refused(origin, message)
         self._loop.wake()

@@ -187,7 +187,7 @@ async def test_events_reach_an_event_loop(pair) -> None:
 
 def test_a_slot_is_armed_once_and_disarmed_quietly(pair) -> None:
     pair.receiver.expect(5, 1, 3)
-    with pytest.raises(FabricError, match="slot 5, generation 2"):
+    with pytest.raises(FabricError, match="slot 5 cannot be armed for generation 2"):
         pair.receiver.expect(5, 2, 3)
     assert not pair.receiver.disarm(5, 2)
     assert pair.receiver.disarm(5, 1)

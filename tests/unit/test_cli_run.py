@@ -6,10 +6,12 @@ import os
 import signal
 import sys
 
+import click.testing
 import pytest
+from kvferry.cli import INTERRUPTED, root
 from kvferry.cli.up.plan import ClusterOptions, http_probe
 from kvferry.cli.up.ports import pick
-from kvferry.cli.up.run import INTERRUPTED, RunOptions, run
+from kvferry.cli.up.run import RunOptions, run
 from kvferry.cli.up.spec import ChildSpec, Stage
 from rich.console import Console
 
@@ -78,3 +80,12 @@ async def test_a_signal_while_starting_ends_it(up):
     start, _ = up
     asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGINT)
     assert await start("import time; time.sleep(60)") == INTERRUPTED
+
+
+def test_a_signal_while_a_command_is_imported_ends_it_without_a_word(monkeypatch):
+    def interrupted(_module):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(root.importlib, "import_module", interrupted)
+    result = click.testing.CliRunner().invoke(root.root, ["up"])
+    assert (result.exit_code, result.output) == (INTERRUPTED, "")

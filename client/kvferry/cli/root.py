@@ -6,6 +6,8 @@ from importlib.metadata import EntryPoint, entry_points, version
 
 import click
 
+from kvferry.cli import INTERRUPTED
+
 GROUP = "kvferry.commands"
 """Entry-point group in which a service names its click command, so that the client package imports no service."""
 
@@ -36,6 +38,13 @@ class Root(click.Group):
             module, _, name = BUILT_IN[cmd_name][0].partition(":")
             return _command(getattr(importlib.import_module(module), name))
         return service(cmd_name) if cmd_name in {each.name for each in _services()} else None
+
+    def invoke(self, ctx: click.Context) -> object:
+        """Load and run a command; Ctrl-C, also while it is being imported, ends it as shells have it."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands with a line each, loading none."""

@@ -14,6 +14,7 @@ import httpx
 from rich.console import Console
 from rich.markup import escape
 
+from kvferry.cli import INTERRUPTED
 from kvferry.cli.up.child import Child
 from kvferry.cli.up.demo import DemoError, demo
 from kvferry.cli.up.plan import ClusterOptions, service_specs
@@ -23,8 +24,6 @@ from kvferry.cli.up.spec import ChildSpec
 from kvferry.cli.up.supervisor import StartError, Supervisor
 from kvferry.cli.up.workspace import workspace
 
-INTERRUPTED = 130
-"""Exit status after Ctrl-C before the cluster was up, as shells have it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 Planner = Callable[[ClusterOptions, Path, httpx.AsyncClient], list[ChildSpec]]

@@ -137,11 +137,12 @@ async def test_a_child_that_ignores_sigterm_is_killed_after_its_grace(tmp_path, 
     assert supervisor.children[0].code == -signal.SIGKILL
 
 
-async def test_hurry_does_not_wait_for_the_grace(tmp_path, make):
+async def test_hurry_does_not_wait_for_the_grace(tmp_path, make, said):
     supervisor = make(spec(tmp_path, "decoder-1", code=DEAF, grace=60))
     await supervisor.start(20)
     supervisor.hurry()
     await asyncio.wait_for(supervisor.stop(), 10)
+    assert said[-1] == ("decoder-1", "killed, as asked")
 
 
 async def test_what_a_child_leaves_behind_is_ended_too(tmp_path, make, new_children):

@@ -132,4 +132,5 @@ class Supervisor:
 
     async def _end(self, child: Child) -> None:
         if not await child.stop(self._hurry):
-            self._report(child, "did not end in time and was killed")
+            asked = self._hurry.is_set()
+            self._report(child, "killed, as asked" if asked else "did not end in time and was killed")

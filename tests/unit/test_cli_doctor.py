@@ -153,7 +153,7 @@ def test_the_ports_of_a_running_router_are_as_they_should_be(monkeypatch):
         taken = [server.getsockname()[1] for server in (http, zmq)]
         router_at(monkeypatch, {"role": "router", "node": "r", "model": "m", "endpoint": f"tcp://127.0.0.1:{taken[1]}"})
         assert [finding.level for finding in ports.ports("127.0.0.1", *taken)] == [Level.OK, Level.OK]
-        assert "running router r, which serves m" in ports.ports("127.0.0.1", *taken)[1].text
+        assert "running router named r, which serves m" in ports.ports("127.0.0.1", *taken)[1].text
         router_at(monkeypatch, {"role": "router", "node": "r", "model": "m", "endpoint": "tcp://127.0.0.1:1"})
         assert [finding.level for finding in ports.ports("127.0.0.1", *taken)] == [Level.OK, Level.FAIL]
         router_at(monkeypatch, ["somebody else's"])

@@ -110,6 +110,10 @@ def test_mixed_with_prefillers_is_refused():
         (["--decode-tp", "3"], "--decode-tp 3: 2 KV heads cannot be split over 3 ranks"),
         (["--speculate", "mtp"], "has no drafting layer"),
         (["--speculate", "luck"], "--speculate: 'luck' is not allowed; expected one of off, ngram, mtp"),
+        (
+            ["--chunk-size", "-1"],
+            "--chunk-size: '-1' is not allowed; expected a whole number, at least 1, at most 1048576",
+        ),
         (["--drain-seconds", "-1"], "--drain-seconds: -1.0 is not allowed"),
         (["--decoder-arg=--cuda-graphs"], "--cuda-graphs replays steps on a GPU, and --device cpu takes none"),
     ],

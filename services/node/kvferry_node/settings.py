@@ -150,7 +150,7 @@ class Field(msgspec.Struct, frozen=True):
         if self.in_bytes:
             return "a size such as 1GiB"
         bounds = [
-            f"{word} {getattr(meta, name):g}"
+            f"{word} {_number(getattr(meta, name))}"
             for meta in self.metas
             for name, word in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than"))
             if getattr(meta, name) is not None
@@ -159,6 +159,10 @@ class Field(msgspec.Struct, frozen=True):
         kind = getattr(self.base, "__name__", str(self.base))
         name = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}.get(kind, kind)
         return " ".join(forms) or ", ".join([name, *bounds])
+
+
+def _number(bound: float) -> str:
+    return str(bound) if isinstance(bound, int) else f"{bound:g}"
 
 
 def fields(struct: type[msgspec.Struct]) -> list[Field]:

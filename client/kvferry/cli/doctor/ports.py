@@ -20,7 +20,7 @@ def ports(host: str, http_port: int, zmq_port: int) -> list[Finding]:
 
 def _finding(host: str, port: int, router: dict[str, Any]) -> Finding:
     if router:
-        return ok(f"port {port}", f"held by the running router {router['node']}, which serves {router['model']}")
+        return ok(f"port {port}", f"held by a running router named {router['node']}, which serves {router['model']}")
     if is_free(host, port):
         return ok(f"port {port}", f"free on {host}")
     return fail(f"port {port}", f"in use on {host}", "end who holds it (ss -ltnp tells), or choose another port")

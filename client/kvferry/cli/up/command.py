@@ -69,14 +69,14 @@ def _passed(flag: str, metavar: str, text: str) -> Callable[[FC], FC]:
 @_passed("--device", "NAME", "What prefillers and decoders compute on: cpu, cuda, cuda:N, or auto.")
 @_passed("--dtype", "NAME", "Of weights and KV cache: bfloat16 or float32.")
 @_passed("--page-size", "TOKENS", "Tokens in a KV page.")
-@_passed("--chunk-size", "TOKENS", "Most tokens of one prefill pass.")
+@_passed("--chunk-size", "TOKENS", "Most tokens of one prefill pass; with --mixed, the decoders' --prefill-budget.")
 @_passed("--kv-memory", "SIZE", "KV cache of each rank, such as 512MiB.")
 @_passed("--local-prefill-tokens", "TOKENS", "Prompts with at most so many tokens are prefilled by the decoder itself.")
 @click.option(
     "--mixed",
     is_flag=True,
-    help="No prefillers: every decoder prefills its own prompts, in chunks of --chunk-size beside its decoding "
-    "requests. The baseline that disaggregation is compared with.",
+    help="No prefillers: every decoder prefills its own prompts, in chunks of --chunk-size (its --prefill-budget) "
+    "beside its decoding requests. The baseline that disaggregation is compared with.",
 )
 @_passed("--speculate", "WAY", "How decoders guess tokens ahead: off, ngram or mtp; answers stay the same.")
 @_passed("--draft-tokens", "TOKENS", "Tokens that --speculate guesses ahead at most.")

@@ -311,6 +311,15 @@ async def test_a_deadline_ends_a_request(redis_server, folder):
         assert decoder.cancelled
 
 
+async def test_an_answer_that_is_there_when_its_time_is_up_is_given(redis_server, folder):
+    async with running_cluster(redis_server.url, folder, request_seconds=0.5, cancel_seconds=1.0) as cluster:
+        decoder = await cluster.decoder()
+        decoder.confirm_cancels = False
+        choice = (await cluster.complete(stop=["answer"]))["choices"][0]
+        assert (choice["text"], choice["finish_reason"]) == (ANSWER.split("answer")[0], "stop")
+        assert decoder.cancelled
+
+
 # --- the end --------------------------------------------------------------------------------------------------------
 
 

@@ -150,6 +150,9 @@ class Dispatcher:
             async with asyncio.timeout(self._settings.request_seconds):
                 await self._attempts(request)
         except TimeoutError:
+            # The answer may be there, and only the decoder's last word about it still on its way.
+            if self._completed_anyway(request):
+                return
             text = f"the request took longer than {self._settings.request_seconds:g} s"
             node = self._ref.id
             request.fail(RequestError(code=ErrorCode.TIMEOUT, message=text, phase=request.phase, node=node))
@@ -281,7 +284,7 @@ class Dispatcher:
         return end
 
     def _completed_anyway(self, request: Request) -> bool:
-        """Whether a lost attempt had already streamed the whole answer."""
+        """Whether an attempt that was lost, or cut short, had already streamed the whole answer."""
         reason = request.answer.complete
         if reason is None:
             return False

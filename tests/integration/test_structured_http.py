@@ -113,6 +113,7 @@ async def test_tool_calls(cluster):
     assert [(each.index, each.function.arguments) for each in calls] == [(0, call.function.arguments)]
     assert not any(part.delta.content for part in parts)
     assert parts[-1].finish_reason == "tool_calls"
+    assert all(part.delta.role or part.delta.tool_calls or part.finish_reason for part in parts)
 
     required = base | {"tool_choice": "required", "parallel_tool_calls": False, "messages": turns}
     choice = (await client.chat.completions.create(**required)).choices[0]

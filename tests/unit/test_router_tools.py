@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -10,10 +11,12 @@ from kvferry_engine.grammar import GrammarCompiler, make_tokenizer
 from kvferry_router.answer import GrowingAnswer
 from kvferry_router.chat_template import ChatTemplate
 from kvferry_router.chat_turns import template_tools, template_turns
+from kvferry_router.job import TokenEvent
 from kvferry_router.jobs import JobMaker
 from kvferry_router.limits import Limits
 from kvferry_router.model_folder import load_model_text
 from kvferry_router.openai_parse import parse
+from kvferry_router.openai_replies import ChatChoice
 from kvferry_router.openai_types import ChatRequest
 from kvferry_router.settings import RouterSettings
 from kvferry_router.tokenizer import Tokenizer
@@ -83,6 +86,22 @@ def test_calls_are_found_wherever_the_text_is_cut(text, plain, names, cuts):
     assert (found, [call.name for call in calls]) == (plain, names)
     assert [call.index for call in calls] == list(range(len(calls)))
     assert all(isinstance(json.loads(call.arguments), dict) for call in calls)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_streamed_call_comes_in_chunks_that_all_tell_something(ids):
+    asked = parse(json.dumps({"messages": MESSAGES, "tools": TOOLS, "return_token_ids": ids}).encode(), ChatRequest)
+    choice = ChatChoice(0, SimpleNamespace(prompt_tokens=[1]), asked, None)
+    events = [TokenEvent(token_ids=[ord(each)], text=each, logprobs=[]) for each in f"Wait. {ONE}"]
+    chunks = [chunk for event in events if (chunk := choice.chunk(event)) is not None]
+    deltas = [chunk["delta"] for chunk in chunks]
+    assert deltas[0]["role"] == "assistant"
+    assert "".join(delta.get("content", "") for delta in deltas) == "Wait."
+    assert [call["function"]["name"] for delta in deltas for call in delta.get("tool_calls", [])] == ["f"]
+    if ids:
+        assert [token for chunk in chunks for token in chunk["token_ids"]] == [ord(each) for each in f"Wait. {ONE}"]
+    else:
+        assert all(deltas)
 
 
 def request(**fields):

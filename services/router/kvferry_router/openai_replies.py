@@ -87,6 +87,12 @@ class ChatChoice(Choice):
         body = {"message": message, "logprobs": self.logprobs(answer.logprobs)}
         return self._frame(body, answer.token_ids, answer.outcome)
 
+    def chunk(self, event: TokenEvent) -> Json | None:
+        """Return a part of the answer; None also while its text may yet be a call's."""
+        chunk = super().chunk(event)
+        empty = chunk is not None and not (chunk["delta"] or chunk["logprobs"] or "token_ids" in chunk)
+        return None if empty else chunk
+
     def delta(self, event: TokenEvent, *, last: bool = False) -> Json:
         """Return the part that tells what is new; the first one names the role. A call comes when it is complete."""
         delta: Json = {} if self._begun else {"role": "assistant", "content": ""}

@@ -360,6 +360,22 @@ async def test_bad_chat_fields_are_named(cluster, fields, param):
     assert error["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("fields", "allowed"),
+    [
+        ({"response_format": {"type": "xml"}}, "text, json_object, json_schema"),
+        ({"tools": [TOOL, TOOL | {"type": "xml"}]}, "function"),
+        ({"tools": [TOOL], "tool_choice": "xml"}, "none, auto, required"),
+        ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "xml"}]}]}, "function"),
+    ],
+    ids=["response_format", "tools", "tool_choice", "tool_calls"],
+)
+async def test_values_that_are_allowed_are_listed(cluster, fields, allowed):
+    error = (await cluster.complete(400, path="/v1/chat/completions", **fields))["error"]
+    expected = ", ".join(sorted(allowed.split(", ")))
+    assert error["message"] == f"{error['param']}: expected one of {expected}, got 'xml'"
+
+
 async def test_neutral_values_and_unknown_fields_pass(cluster):
     await cluster.decoder()
     neutral = {"n": 1, "best_of": 1, "logit_bias": {}, "presence_penalty": 0.0, "response_format": {"type": "text"}}
@@ -426,7 +442,8 @@ async def test_what_is_no_request_at_all(cluster):
     await refused(400, "bad_request", content=b"{")
     await refused(400, "bad_request", content=b"[" * 100_000)
     await refused(400, "bad_request", content=b"[]")
-    await refused(400, "bad_request", content=b"\xff\xfe")
+    answer = await refused(400, "bad_request", content=b'{"prompt": "\xff"}')
+    assert "not UTF-8: byte 0xff at offset 12" in answer.json()["error"]["message"]
     await refused(400, "bad_request", content=b'{"prompt": "x", "seed": 99999999999999999999999}')
     await refused(400, "bad_request", json={})
     await refused(404, "not_found", path="/v1/nothing")

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import orjson
+from msgspec import inspect
 
 from kvferry_router.bad_request import BadRequest
 from kvferry_router.openai_types import MAX_STOP_CHARACTERS, MAX_STOPS, UNSUPPORTED, Common
@@ -12,6 +13,7 @@ from kvferry_router.openai_types import MAX_STOP_CHARACTERS, MAX_STOPS, UNSUPPOR
 T = TypeVar("T", bound=Common)
 
 _PATH = re.compile(r"^(?P<message>.*) - at `\$\.?(?P<path>[^`]*)`$", re.DOTALL)
+_ENUM = re.compile(r"^Invalid enum value (?P<value>.*) - at `\$\.(?P<path>[^`]*)`$", re.DOTALL)
 _MISSING = re.compile(r"missing required field `(\w+)`")
 
 
@@ -20,8 +22,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     try:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
-        msg = f"the body is not valid JSON: {error}"
-        raise BadRequest(msg) from None
+        raise BadRequest(_unreadable(body, error)) from None
     if not isinstance(value, dict):
         msg = f"the body must be a JSON object, got {_name(value)}"
         raise BadRequest(msg)
@@ -29,7 +30,7 @@ def parse(body: bytes, kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise _explain(str(error), kind) from None
 
 
 def stops(request: Common) -> list[str]:
@@ -64,13 +65,44 @@ def _shown(value: object) -> str:
         return _name(value)
 
 
-def _explain(text: str) -> BadRequest:
+def _unreadable(body: bytes, error: orjson.JSONDecodeError) -> str:
+    # What orjson says of bytes that are no UTF-8 has no place in it.
+    try:
+        body.decode()
+    except UnicodeDecodeError as wrong:
+        return f"the body is not UTF-8: byte 0x{body[wrong.start]:02x} at offset {wrong.start} ({wrong.reason})"
+    return f"the body is not valid JSON: {error}"
+
+
+def _explain(text: str, kind: type[Common]) -> BadRequest:
     """Turn msgspec's "Expected `int`, got `str` - at `$.max_tokens`" into our words."""
     if missing := _MISSING.search(text):
         return BadRequest(f"{missing[1]} is missing", missing[1])
+    if match := _ENUM.match(text):
+        allowed = ", ".join(_allowed(kind, match["path"]))
+        return BadRequest(f"{match['path']}: expected one of {allowed}, got {match['value']}", match["path"])
     if match := _PATH.match(text):
         return BadRequest(f"{match['path'] or 'body'}: {match['message'].lower()}", match["path"] or "")
     return BadRequest(text)
+
+
+def _allowed(kind: type[Common], path: str) -> list[str]:
+    """Return the literals that may stand at `path`."""
+    types: list[inspect.Type] = [inspect.type_info(kind)]
+    for part in re.findall(r"\w+", path):
+        types = [inner for outer in types for inner in _inside(outer, part)]
+    return [str(value) for each in types if isinstance(each, inspect.LiteralType) for value in each.values]
+
+
+def _inside(outer: inspect.Type, part: str) -> list[inspect.Type]:
+    match outer:
+        case inspect.StructType():
+            found = [field.type for field in outer.fields if field.encode_name == part]
+        case inspect.ListType():
+            found = [outer.item_type]
+        case _:
+            found = []
+    return [each for one in found for each in (one.types if isinstance(one, inspect.UnionType) else (one,))]
 
 
 def _name(value: object) -> str:

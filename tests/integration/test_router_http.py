@@ -432,6 +432,13 @@ async def test_lengths_at_the_limit(cluster):
     assert body["choices"][0]["finish_reason"] == "length"
 
 
+async def test_a_chat_s_prompt_is_its_messages(cluster):
+    await cluster.decoder()
+    messages = [{"role": "user", "content": "x" * 300}]
+    error = (await cluster.complete(400, path="/v1/chat/completions", messages=messages))["error"]
+    assert (error["code"], error["param"]) == ("prompt_too_long", "messages")
+
+
 async def test_what_is_no_request_at_all(cluster):
     async def refused(status, code, method="POST", path="/v1/completions", **options):
         answer = await cluster.http.request(method, path, **options)

@@ -35,6 +35,7 @@ class Asked(NamedTuple):
     logprobs: int
     grammar: tuple[str, Grammar | None]
     """The field that asks for it, and the grammar."""
+    prompt_field: str = "prompt"
     spoken: frozenset[int] = frozenset()
     """Special tokens that the answer's text keeps."""
 
@@ -75,6 +76,7 @@ class JobMaker:
             default=self._settings.default_chat_tokens,
             logprobs=_chat_logprobs(request),
             grammar=grammar_of(request, tags),
+            prompt_field="messages",
             spoken=frozenset(tags.values()),
         )
         turns = template_turns(request.messages, tools, native=template.takes_tools)
@@ -127,9 +129,10 @@ class JobMaker:
         *,
         cache_salt: str = "",
         grammar: Grammar | None = None,
+        prompt_field: str = "prompt",
     ) -> Job:
         """Make a job of sampling settings that are complete."""
-        self._limits.answer_tokens(len(tokens), sampling.max_tokens, sampling.max_tokens)
+        self._limits.answer_tokens(len(tokens), sampling.max_tokens, sampling.max_tokens, prompt_field)
         check_biases((token for token, _ in sampling.logit_bias), self._text.tokenizer.vocabulary)
         return Job(
             tokens=tokens, sampling=sampling, stop=stop, grammar=grammar, cache_salt=cache_salt, received=received
@@ -138,7 +141,7 @@ class JobMaker:
     def _job(self, request: Common, tokens: Int32s, received: int, asked: Asked) -> Job:
         sampling = sampling_of(
             request,
-            max_tokens=self._limits.answer_tokens(len(tokens), asked.tokens, asked.default),
+            max_tokens=self._limits.answer_tokens(len(tokens), asked.tokens, asked.default, asked.prompt_field),
             logprobs=asked.logprobs,
             vocabulary=self._text.tokenizer.vocabulary,
         )

@@ -18,8 +18,12 @@ def context_limit(decoders: list[NodeRecord], trained: int) -> int:
 
 
 def _limits(decoder: NodeRecord) -> list[int]:
-    pages = decoder.total_pages * decoder.layout.page_size if decoder.layout is not None else 0
-    return [limit for limit in (decoder.max_context, pages) if limit]
+    return [limit for limit in (decoder.max_context, _room(decoder)) if limit]
+
+
+def _room(decoder: NodeRecord) -> int:
+    """Tokens that all its KV pages hold."""
+    return decoder.total_pages * decoder.layout.page_size if decoder.layout is not None else 0
 
 
 class Limits:
@@ -29,25 +33,32 @@ class Limits:
         self._decoders = decoders
         self._trained = trained
 
-    def answer_tokens(self, prompt: int, asked: int | None, default: int, param: str = "max_tokens") -> int:
+    def answer_tokens(self, prompt: int, asked: int | None, default: int, prompt_field: str = "prompt") -> int:
         """Return how many tokens the answer may have. Raises BadRequest.
 
         prompt, asked, default: tokens; `asked` is what the client set, `default` is cut to the room that is left.
+        prompt_field: what the client calls its prompt.
         """
         limit = context_limit(self._decoders(), self._trained)
         if prompt < 1:
             msg = "the prompt is empty: at least one token is needed"
-            raise BadRequest(msg, "prompt")
+            raise BadRequest(msg, prompt_field)
         if prompt >= limit:
             msg = (
-                f"the prompt has {prompt} tokens, and this model's context of {limit} tokens must hold it and at least "
-                f"one token of the answer ({param}: {asked or default})"
+                f"the prompt has {prompt} tokens, and {self._holder(limit)} must hold it and at least one token of the "
+                f"answer (max_tokens: {asked or default})"
             )
-            raise BadRequest(msg, "prompt", ErrorCode.PROMPT_TOO_LONG)
+            raise BadRequest(msg, prompt_field, ErrorCode.PROMPT_TOO_LONG)
         if asked is not None and prompt + asked > limit:
             msg = (
-                f"the prompt has {prompt} tokens and {param} is {asked}: {prompt + asked} together, and this model's "
-                f"context has {limit} tokens"
+                f"the prompt has {prompt} tokens and max_tokens is {asked}: {prompt + asked} together, and "
+                f"{self._holder(limit)} must hold them"
             )
-            raise BadRequest(msg, param, ErrorCode.PROMPT_TOO_LONG)
+            raise BadRequest(msg, "max_tokens", ErrorCode.PROMPT_TOO_LONG)
         return asked if asked is not None else min(default, limit - prompt)
+
+    def _holder(self, limit: int) -> str:
+        """What it is that ends at `limit` tokens. Decoders' `max_context` is cut to their pages already."""
+        if limit < self._trained and limit in map(_room, self._decoders()):
+            return f"a decoder's KV memory of {limit} tokens (--kv-memory; this model's own context is {self._trained})"
+        return f"this model's context of {limit} tokens"

@@ -145,6 +145,7 @@ class ZmqFront:
             received,
             cache_salt=message.cache_salt,
             grammar=message.grammar,
+            prompt_field="prompt" if message.messages is None else "messages",
         )
 
     async def _tokens(self, message: Generate) -> Int32s:

@@ -160,6 +160,12 @@ def test_the_ports_of_a_running_router_are_as_they_should_be(monkeypatch):
         assert [finding.level for finding in ports.ports("127.0.0.1", *taken)] == [Level.FAIL, Level.FAIL]
 
 
+def test_a_host_that_is_not_this_machines_is_no_port_in_use():
+    found = ports.ports("192.0.2.1", 8000, 5555)
+    assert {finding.text for finding in found} == {"192.0.2.1 is no address of this machine"}
+    assert {finding.advice for finding in found} == {"choose another --host"}
+
+
 def test_the_default_model_is_there_or_will_be_made(monkeypatch, tmp_path, default_model):
     assert "prepared on first use" not in model(None).text
     assert str(default_model) in model(None).text

@@ -91,6 +91,24 @@ def test_only_mixed_decoders_prefill_much_in_a_step():
     assert DecoderSettings(model="/m", mixed=True, prefill_budget=64).prefill_tokens == 64
 
 
+def test_one_port_for_both_apis_is_refused():
+    result = click.testing.CliRunner().invoke(up.command, ["--port", "8411", "--zmq-port", "8411"])
+    assert result.exit_code == 2
+    assert "--port and --zmq-port are both 8411" in result.output
+
+
+@pytest.mark.parametrize("password", ["secret", "sec/re:t@x"])
+def test_a_redis_that_cannot_be_reached_is_said_before_anything_starts(nowhere, monkeypatch, password):
+    (port,) = pick("127.0.0.1", 1)
+    monkeypatch.setenv("REDIS_URL", f"redis://me:{password}@127.0.0.1:{port}/0")
+    monkeypatch.setattr(up, "run", lambda *_: pytest.fail("something was started"))
+    result = click.testing.CliRunner().invoke(up.command, [])
+    assert result.exit_code == 2
+    (sentence,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
+    assert f"redis://me:***@127.0.0.1:{port}/0" in sentence
+    assert password not in result.output
+
+
 def test_mixed_with_prefillers_is_refused():
     result = click.testing.CliRunner().invoke(up.command, ["--mixed", "--prefillers", "1"])
     assert result.exit_code == 2
@@ -191,6 +209,20 @@ async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, now
             with pytest.raises(click.ClickException, match=f"port {port} on 127.0.0.1 is in use: .* --port"):
                 plan(options, tmp_path, client)
         assert not is_free("127.0.0.1", port)
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("192.0.2.1", "192.0.2.1 is no address of this machine"),
+        ("a..b", "a..b can't be resolved"),
+        ("nosuch.invalid", "nosuch.invalid can't be resolved"),
+    ],
+)
+async def test_a_host_that_cannot_be_served_at_is_said_as_such(tmp_path, nowhere, host, words):
+    async with httpx.AsyncClient(verify=False) as client:
+        with pytest.raises(click.ClickException, match=f"{words}.* choose another with --host"):
+            plan(ClusterOptions(model=tmp_path, host=host), tmp_path, client)
 
 
 def test_picked_ports_are_free_and_different():

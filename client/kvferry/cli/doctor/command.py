@@ -14,6 +14,7 @@ from kvferry.cli.doctor.finding import Finding, Level
 from kvferry.cli.doctor.model import model as check_model
 from kvferry.cli.doctor.ports import ports
 from kvferry.cli.doctor.topology import topology as read_topology
+from kvferry.cli.up.redis import configured_url
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
 
@@ -30,7 +31,7 @@ def examine(model: Path | None, host: str, http_port: int, zmq_port: int) -> lis
         fabric.libfabric(),
         fabric.providers(),
         *fabric.offered(),
-        redis.redis(redis.configured_url()),
+        redis.redis(configured_url()),
         *ports(host, http_port, zmq_port),
         check_model(model),
     ]

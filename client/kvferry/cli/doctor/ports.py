@@ -6,7 +6,7 @@ import httpx
 
 from kvferry.cli.doctor.finding import Finding, fail, ok
 from kvferry.cli.up.plan import http_url
-from kvferry.cli.up.ports import is_free
+from kvferry.cli.up.ports import Refusal, is_free, refusal
 
 ASK_SECONDS = 2.0
 
@@ -21,9 +21,13 @@ def ports(host: str, http_port: int, zmq_port: int) -> list[Finding]:
 def _finding(host: str, port: int, router: dict[str, Any]) -> Finding:
     if router:
         return ok(f"port {port}", f"held by a running router named {router['node']}, which serves {router['model']}")
-    if is_free(host, port):
-        return ok(f"port {port}", f"free on {host}")
-    return fail(f"port {port}", f"in use on {host}", "end who holds it (ss -ltnp tells), or choose another port")
+    refused = refusal(host, port)
+    return ok(f"port {port}", f"free on {host}") if refused is None else _fail(port, refused)
+
+
+def _fail(port: int, refused: Refusal) -> Finding:
+    of_port = "end who holds it (ss -ltnp tells), or choose another port"
+    return fail(f"port {port}", refused.text, "choose another --host" if refused.of_host else of_port)
 
 
 def _router(url: str) -> dict[str, Any]:

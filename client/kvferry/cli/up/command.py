@@ -13,6 +13,7 @@ from kvferry.cli.model import prepare
 from kvferry.cli.up.check import checked
 from kvferry.cli.up.demo import PROMPT
 from kvferry.cli.up.plan import ROLES, ClusterOptions
+from kvferry.cli.up.redis import configured_url, unreachable
 from kvferry.cli.up.run import RunOptions, run
 
 READY_SECONDS = 180.0
@@ -113,6 +114,7 @@ def command(ctx: click.Context, /, **given: object) -> None:
     Environment variables: KVFERRY_UP_<OPTION> for every option, REDIS_URL.
     """
     console = Console(highlight=False)
+    _check_surroundings(given["port"], given["zmq_port"])
     given["prefillers"] = _prefillers(given["prefillers"], mixed=bool(given["mixed"]))
     model = given.pop("model") or prepare(None, console)
     extra = {role: list(given.pop(f"{role}_arg")) for role in ROLES}  # type: ignore[call-overload]  # a tuple of texts
@@ -122,6 +124,19 @@ def command(ctx: click.Context, /, **given: object) -> None:
     cluster = ClusterOptions(model=model, extra=extra, faults=faults, **given)  # type: ignore[arg-type]  # click checked
     options = RunOptions(cluster=checked(cluster), log_dir=log_dir, **running)  # type: ignore[arg-type]
     ctx.exit(asyncio.run(run(options, console)))
+
+
+def _check_surroundings(port: object, zmq_port: object) -> None:
+    """Raise UsageError where two servers would share a port, or the Redis that is named does not answer."""
+    if port == zmq_port:
+        msg = f"--port and --zmq-port are both {port}: each API needs a port of its own"
+        raise click.UsageError(msg)
+    url = configured_url()
+    if url and (why := unreachable(url)):
+        msg = (
+            f"the Redis that REDIS_URL names can't be reached ({why}): start it, or unset REDIS_URL for one of our own"
+        )
+        raise click.UsageError(msg)
 
 
 def _prefillers(asked: object, *, mixed: bool) -> int:

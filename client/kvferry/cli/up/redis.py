@@ -1,14 +1,51 @@
-"""A Redis of our own: a child on a private socket, keeping nothing on disk."""
+"""Redis: a child of our own on a private socket, keeping nothing on disk, or one that is named in the environment."""
 
 import asyncio
+import os
+import re
 import shutil
+import socket
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from kvferry.cli.up.spec import ChildSpec, Stage
 
 GRACE_SECONDS = 5.0
+CONNECT_SECONDS = 2.0
+DEFAULT_PORT = 6379
 LONGEST_SOCKET_PATH = 107
 """What the kernel takes as the name of a Unix socket, in bytes."""
+
+
+def configured_url() -> str | None:
+    """Return the URL that the services would take from the environment."""
+    return os.environ.get("KVFERRY_REDIS_URL") or os.environ.get("REDIS_URL") or None
+
+
+def without_password(url: str) -> str:
+    """Return a Redis URL as it may be shown."""
+    shown = re.sub(r"(?<=//)([^:@/]*):.*@", r"\1:***@", url)
+    return re.sub(r"(?<=password=)[^&]*", "***", shown)
+
+
+def unreachable(url: str) -> str | None:
+    """Try the Redis at `url`; returns why it can't be had, without the password, or None."""
+    shown = without_password(url)
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "127.0.0.1", parts.port or DEFAULT_PORT
+    except ValueError:
+        return f"{shown} is no Redis URL"
+    if parts.scheme == "unix":
+        return asyncio.run(ping(Path(unquote(parts.path))))
+    if parts.scheme not in {"redis", "rediss"}:
+        return f"{shown} is no Redis URL"
+    try:
+        # A server that wants a password or TLS does not answer a plain PING; that it listens is enough.
+        socket.create_connection((host, port), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        return f"{shown}: {error}"
+    return None
 
 
 def socket_url(folder: Path) -> str:
@@ -46,7 +83,8 @@ async def ping(path: Path) -> str | None:
         return f"no answer on {path}: {error}"
     writer.close()
     await writer.wait_closed()
-    return None if answer.startswith(b"+PONG") else f"unexpected answer {answer!r}"
+    # One that wants a password is alive as well.
+    return None if answer.startswith((b"+PONG", b"-NOAUTH")) else f"unexpected answer {answer!r}"
 
 
 def _socket(folder: Path) -> Path:

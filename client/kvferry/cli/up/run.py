@@ -1,7 +1,6 @@
 """The life of one `kvferry up`: ports, Redis, children, the demonstration, and the end of it all."""
 
 import asyncio
-import os
 import signal
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
@@ -18,8 +17,8 @@ from kvferry.cli import INTERRUPTED
 from kvferry.cli.up.child import Child
 from kvferry.cli.up.demo import DemoError, demo
 from kvferry.cli.up.plan import ClusterOptions, service_specs
-from kvferry.cli.up.ports import is_free, pick
-from kvferry.cli.up.redis import redis_spec, socket_url
+from kvferry.cli.up.ports import pick, refusal
+from kvferry.cli.up.redis import configured_url, redis_spec, socket_url
 from kvferry.cli.up.spec import ChildSpec
 from kvferry.cli.up.supervisor import StartError, Supervisor
 from kvferry.cli.up.workspace import workspace
@@ -42,12 +41,12 @@ class RunOptions:
 
 
 def plan(options: ClusterOptions, folder: Path, client: httpx.AsyncClient) -> list[ChildSpec]:
-    """Describe all children. Raises ClickException for a port that is taken, or a Redis that can't be had."""
+    """Describe all children. Raises ClickException for a port that can't be taken, or a Redis that can't be had."""
     for port, name in ((options.port, "--port"), (options.zmq_port, "--zmq-port")):
-        if not is_free(options.host, port):
-            msg = f"port {port} on {options.host} is in use: choose another with {name}"
+        if refused := refusal(options.host, port):
+            msg = f"{refused.text}: choose another with {'--host' if refused.of_host else name}"
             raise click.ClickException(msg)
-    url = os.environ.get("KVFERRY_REDIS_URL") or os.environ.get("REDIS_URL")
+    url = configured_url()
     try:
         own = [] if url else [redis_spec(folder)]
         ports = pick(options.host, len(options.workers))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from kvferry_fabric.errors import FabricError, FabricUnavailableError
+from kvferry_fabric.leftovers import remove_leftovers
 
 _MISSING = (
     "kvferry's fabric extension is not built on this machine ({reason}). It needs a C compiler and libfabric: "
@@ -42,6 +43,8 @@ class NativeEngine:
         Raises FabricError, or FabricUnavailableError if the extension or the provider is missing.
         """
         self.ffi, self.lib = load()
+        if provider == "shm":
+            remove_leftovers()
         names = [self.ffi.new("char[]", name.encode()) for name in (provider, *binds)]
         pointers = self.ffi.new("const char *[]", names[1:])
         places = self.ffi.new("uint32_t[]", list(cpus))

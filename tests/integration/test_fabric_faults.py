@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -268,3 +269,25 @@ def test_a_killed_receiver_over_shm_fails_its_transfers() -> None:
         for left in Path("/dev/shm").glob(f"{doomed.process.pid}:*"):
             left.unlink()
     sender.engine.close()
+
+
+OPENER = """
+import os
+from kvferry_fabric import TransferEngine
+
+engine = TransferEngine("shm", incarnation=1)
+os._exit(3)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root for a PID namespace")
+def test_an_endpoint_over_shm_that_a_process_of_the_same_pid_left_is_in_nobodys_way() -> None:
+    """In a PID namespace, as in a container, the first process is number 1 at every start."""
+    try:
+        for _ in range(2):
+            opened = subprocess.run(["unshare", "--pid", "--fork", sys.executable, "-c", OPENER], check=False)
+            assert opened.returncode == 3
+            assert list(Path("/dev/shm").glob("1:*"))
+    finally:
+        for left in Path("/dev/shm").glob("1:*"):
+            left.unlink()

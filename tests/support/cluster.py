@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-import random
+import secrets
 import signal
 import socket
 import subprocess
@@ -28,7 +28,7 @@ PORTS = range(15000, 32768)
 def free_port() -> int:
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", random.choice(PORTS)))
+            probe.bind(("127.0.0.1", secrets.choice(PORTS)))
             return probe.getsockname()[1]
 
 

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import torch
 from kvferry_decoder.batch_loop import BatchLoop
+from kvferry_decoder.parts import make_scheduler
 from kvferry_decoder.request import Request, State
-from kvferry_decoder.scheduler import Scheduler
+from kvferry_decoder.settings import DecoderSettings
 from kvferry_decoder.speculation import Speculation
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.kv_pool import KVPool
@@ -26,6 +27,7 @@ class RigWorker:
         self.model = model
         self.config = model.config
         self.layout = model.kv_layout(page_size)
+        self.allocator = PrefixCache(pages)
         self.pool = KVPool(self.layout, pages)
         self.pool.tensor.fill_(float("nan"))
         self.max_context = min(self.config.max_positions, pages * page_size)
@@ -60,15 +62,13 @@ class Rig:
 
     def __init__(self, model, *, page_size=4, pages=64, speculation=None, prefill_budget=16):
         self.worker = RigWorker(model, page_size=page_size, pages=pages)
-        self.allocator = PrefixCache(pages)
-        self.scheduler = Scheduler(
-            self.allocator,
-            self.worker.layout,
-            max_running=16,
-            max_waiting=100,
-            prefill_budget=prefill_budget,
-            speculation=speculation,
+        self.allocator = self.worker.allocator
+        settings = DecoderSettings(
+            model="none", max_running=16, max_waiting=100, prefill_budget=prefill_budget, local_prefill_tokens=0
         )
+        self.scheduler = make_scheduler(self.worker, settings)
+        if speculation is not None:
+            self.scheduler.speculation = speculation
         self.metrics_registry = CollectorRegistry()
         self.metrics = WorkerMetrics(self.metrics_registry, lambda: None)
         self._runner = asyncio.Runner()

@@ -145,7 +145,7 @@ def test_a_preempted_request_is_computed_again_and_finishes():
         drive(scheduler, None)
     assert [request.generated for request in requests] == [8, 8]
     assert scheduler.preemptions > 0
-    assert scheduler.allocator.free_pages == 6
+    assert scheduler.pages.allocator.free_pages == 6
 
 
 def test_pages_of_a_request_that_ends_during_a_step_are_freed_after_it():
@@ -155,9 +155,9 @@ def test_pages_of_a_request_that_ends_during_a_step_are_freed_after_it():
     scheduler.admit(can_receive=True)
     slices = scheduler.plan_step()
     scheduler.end(request, State.CANCELLED)
-    assert scheduler.allocator.held_pages == 2
+    assert scheduler.pages.allocator.held_pages == 2
     scheduler.finish_step(slices)
-    assert scheduler.allocator.held_pages == 0
+    assert scheduler.pages.allocator.held_pages == 0
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
@@ -251,13 +251,13 @@ def test_only_pages_that_are_being_written_are_surrendered():
     scheduler.add(request)
     scheduler.admit(can_receive=True)
     shared, own = request.pages[:2], request.pages[2:]
-    assert scheduler.surrender(request) == own
-    scheduler.allocator.quarantine(own)
+    assert scheduler.pages.surrender(request) == own
+    scheduler.pages.allocator.quarantine(own)
     scheduler.end(request, State.CANCELLED)
-    assert scheduler.allocator.find(make_hashes(request)) == shared
-    scheduler.allocator.release_quarantine(own)
-    scheduler.allocator.check()
-    assert scheduler.allocator.free_pages == 16
+    assert scheduler.pages.allocator.find(make_hashes(request)) == shared
+    scheduler.pages.allocator.release_quarantine(own)
+    scheduler.pages.allocator.check()
+    assert scheduler.pages.allocator.free_pages == 16
 
 
 def make_hashes(request):
@@ -272,7 +272,7 @@ def test_pages_of_a_step_that_broke_are_not_shared():
     scheduler.give_up_step(scheduler.plan_step())
     assert request.computed == 0
     scheduler.end(request, State.FAILED)
-    assert (scheduler.allocator.cached_pages, scheduler.allocator.held_pages) == (0, 0)
+    assert (scheduler.pages.allocator.cached_pages, scheduler.pages.allocator.held_pages) == (0, 0)
 
 
 def test_what_is_doubtful_is_shared_no_more():
@@ -281,9 +281,9 @@ def test_what_is_doubtful_is_shared_no_more():
     scheduler.add(request)
     scheduler.admit(can_receive=True)
     scheduler.arrived(request)
-    scheduler.doubt(request)
+    scheduler.pages.doubt(request)
     scheduler.end(request, State.FAILED)
-    assert scheduler.allocator.cached_pages == 0
+    assert scheduler.pages.allocator.cached_pages == 0
 
 
 def test_salts_keep_tenants_apart():
@@ -361,14 +361,14 @@ def test_whatever_happens_pages_add_up_and_everyone_ends(actions, local, way):
             scheduler.arrived(request)
         drive(scheduler, None)
     assert not scheduler.requests
-    assert scheduler.allocator.free_pages == 10
+    assert scheduler.pages.allocator.free_pages == 10
     assert all(request.machine.final for request in requests)
 
 
 def check(scheduler):
-    scheduler.allocator.check()
+    scheduler.pages.allocator.check()
     held = {page for request in scheduler.requests for page in request.pages}
-    assert len(held) == scheduler.allocator.held_pages
+    assert len(held) == scheduler.pages.allocator.held_pages
     own = [page for request in scheduler.requests for page in request.pages[request.computed // LAYOUT.page_size :]]
     assert len(own) == len(set(own)), "two requests write to one page"
     for request in scheduler.running:

@@ -115,7 +115,7 @@ class BatchLoop:
         try:
             request.drawing.check()
             if run.tokens[0] < 0:
-                self._scheduler.doubt(request)
+                self._scheduler.pages.doubt(request)
                 self._on_broken(request, "the model's logits are not numbers")
                 return None
             request.timeline.first_token = request.timeline.first_token or now()

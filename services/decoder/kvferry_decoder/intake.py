@@ -12,19 +12,21 @@ from kvferry_engine.worker import Worker
 from kvferry_fabric import Event, EventKind
 from kvferry_node.channels import Origin, Post
 from kvferry_node.errors import ChannelError
-from kvferry_node.logs import Throttle, get_logger
+from kvferry_node.logs import get_logger
 from kvferry_node.membership import VIEW_LAG_NS
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Refused
 from kvferry_proto.nodes import NodeRef, Peer
-from kvferry_proto.shards import Piece, plan
+from kvferry_proto.shards import Piece
 from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
-from kvferry_proto.to_prefiller import CancelPrefill, Prefill
 
+from kvferry_decoder import ordering
+from kvferry_decoder.cancels import Cancels
 from kvferry_decoder.receiver import Receiver, Transfer, TransferState
 from kvferry_decoder.request import Request
+from kvferry_decoder.settings import DecoderSettings
 
 
 @dataclass(eq=False)
@@ -50,10 +52,9 @@ class Intake:
         worker: Worker,
         receiver: Receiver,
         post: Post,
+        settings: DecoderSettings,
         *,
         name: str,
-        transfer_seconds: float,
-        retry_seconds: float,
         on_ready: Callable[[Incoming], None],
         on_failure: Callable[[Request, RequestError], None],
         surrender: Callable[[Request], list[int]],
@@ -65,14 +66,13 @@ class Intake:
         self._receiver = receiver
         self._post = post
         self._name = name
-        self._deadline_ns = int(transfer_seconds * 1e9)
-        self._retry_ns = int(retry_seconds * 1e9)
+        self._deadline_ns = int(settings.transfer_seconds * 1e9)
+        self._cancels = Cancels(receiver, post, settings.cancel_retry_seconds)
         self._on_ready = on_ready
         self._on_failure = on_failure
         self._surrender = surrender
         self._incoming: dict[str, Incoming] = {}
         self._log = get_logger()
-        self._throttle = Throttle(5.0)
 
     def __len__(self) -> int:
         return len(self._incoming)
@@ -81,49 +81,23 @@ class Intake:
 
     def begin(self, request: Request) -> None:
         """Arm a slot for a request whose pages are reserved, then ask its prefiller."""
-        peer = request.prefiller
+        peer, layout = request.prefiller, self._worker.layout
         assert peer is not None
         try:
-            arrivals = len(self._pieces(peer))
+            arrivals = len(ordering.pieces_of(peer, layout, self._name))
         except ValueError as error:
             self._on_failure(request, self._error(ErrorCode.LAYOUT_MISMATCH, str(error), Phase.ASSIGN, peer))
             return
-        layout = self._worker.layout
-        pages = layout.pages_for(len(request.tokens) - 1) - request.held
-        states = int(self._context is not None)
+        pages, states = len(ordering.lacking(request, layout)), int(self._context is not None)
         transfer = self._receiver.expect(request.id, peer, pages * layout.layers * arrivals + states)
-        pieces = self._pieces(peer, transfer.slot.number)
+        pieces = ordering.pieces_of(peer, layout, self._name, transfer.slot.number)
         self._incoming[request.id] = Incoming(request, transfer, pieces, now() + self._deadline_ns)
         try:
-            self._post.to(peer).send(self._prefill(request, transfer))
+            self._post.to(peer).send(ordering.order(request, transfer, self._worker))
             request.asked = True
         except (ChannelError, ValueError) as error:
             # Nothing left this node, so nothing can be written: no quarantine.
             self.fail(request, self._error(ErrorCode.NODE_LOST, str(error), Phase.PREFILL, peer), told=False)
-
-    def _pieces(self, peer: Peer, turn: int = 0) -> list[Piece]:
-        if peer.layout is None:
-            msg = f"prefiller {peer.ref} does not say how its KV cache is laid out"
-            raise ValueError(msg)
-        names = f"prefiller {peer.ref.id}", f"decoder {self._name}"
-        return plan(peer.layout, self._worker.layout, turn=turn, names=names)
-
-    def _prefill(self, request: Request, transfer: Transfer) -> Prefill:
-        layout = self._worker.layout
-        wanted = request.tokens[:-1]
-        return Prefill(
-            request_id=request.id,
-            tokens=Int32s(wanted),
-            pages=Int32s(request.pages[request.held : layout.pages_for(len(wanted))]),
-            slot=transfer.slot.number,
-            generation=transfer.slot.generation,
-            layout=layout,
-            memory=[region.descriptor for region in transfer.key.regions],
-            checksums=self._worker.settings.verify_kv,
-            first_page=request.held,
-            cache_salt=request.cache_salt,
-            context=transfer.key.context.descriptor if transfer.key.context is not None else None,
-        )
 
     # --- what the fabric and prefillers say ------------------------------------------------------------------
 
@@ -212,7 +186,7 @@ class Intake:
         transfer = incoming.transfer
         self._receiver.abandon(transfer, self._surrender(request))
         if told:
-            self._ask_to_cancel(transfer)
+            self._cancels.ask(transfer)
         else:
             self._receiver.confirm(transfer)
 
@@ -239,31 +213,12 @@ class Intake:
         for incoming in [entry for entry in self._incoming.values() if entry.deadline < at]:
             text = "the prompt's KV did not arrive in time"
             self.fail(incoming.request, self._error(ErrorCode.TIMEOUT, text, Phase.TRANSFER, incoming.transfer.peer))
-        for transfer in self._receiver.transfers:
-            if transfer.awaits_confirmation and transfer.asked_at + self._retry_ns < at:
-                self._ask_again(transfer)
+        self._cancels.ask_again(at)
         self._receiver.close_revoked()
         begun = {entry.transfer.peer.ref: entry.deadline - self._deadline_ns for entry in self._incoming.values()}
         for ref in {transfer.peer.ref for transfer in self._receiver.transfers}:
             if not alive(ref) and at - begun.get(ref, 0) > VIEW_LAG_NS:
                 self.prefiller_lost(ref)
-
-    def _ask_again(self, transfer: Transfer) -> None:
-        if (held := self._throttle.passes("not confirmed")) is not None:
-            pages, peer = len(transfer.quarantined_pages), str(transfer.peer.ref)
-            self._log.warning("a cancel is not confirmed; asking again", peer=peer, pages=pages, held_back=held)
-        self._ask_to_cancel(transfer)
-
-    def _ask_to_cancel(self, transfer: Transfer) -> None:
-        transfer.asked_at = now()
-        try:
-            self._post.to(transfer.peer).send(
-                CancelPrefill(
-                    request_id=transfer.request_id, slot=transfer.slot.number, generation=transfer.slot.generation
-                )
-            )
-        except ChannelError as error:
-            self._log.warning("cancel not sent; trying again", peer=str(transfer.peer.ref), error=str(error))
 
     def _error(self, code: ErrorCode, text: str, phase: Phase, peer: Peer) -> RequestError:
         return RequestError(code=code, message=text, phase=phase, node=peer.ref.id)

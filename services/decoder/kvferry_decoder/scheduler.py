@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvferry_engine.prefix_cache import PrefixCache
-from kvferry_proto.hashing import extend_hashes
 from kvferry_proto.layout import KVLayout
 
+from kvferry_decoder.pages import RequestPages
 from kvferry_decoder.request import Request, State
 from kvferry_decoder.speculation import Speculation
 
@@ -56,8 +56,7 @@ class Scheduler:
         speculation: Speculation | None = None,
     ) -> None:
         """`local_prefill`: what is missing after a hit is computed here if it is at most so many tokens."""
-        self.allocator = allocator
-        self.layout = layout
+        self.pages = RequestPages(allocator, layout)
         self.max_running = max_running
         self.max_waiting = max_waiting
         self.prefill_budget = prefill_budget
@@ -74,11 +73,6 @@ class Scheduler:
     def requests(self) -> Iterable[Request]:
         """Every request that has not ended."""
         return [*self.waiting, *self.receiving, *self.running]
-
-    @property
-    def capacity_tokens(self) -> int:
-        """Tokens that a request alone may have."""
-        return self.allocator.pages * self.layout.page_size
 
     # --- entry -----------------------------------------------------------------------------------------------
 
@@ -99,30 +93,21 @@ class Scheduler:
         admitted = []
         while self.waiting:
             request = self.waiting[0]
-            found = self.allocator.find(self._prefix(request))
+            found = self.pages.find(request)
             receives = self._receives(request, len(found))
             if not self._fits(request, found) or (receives and not can_receive):
                 break
             self.waiting.popleft()
-            self._reserve(request, found)
+            self.pages.reserve(request, found)
             self._enter(request, receives)
             admitted.append(request)
             if receives:
                 break  # the caller draws the slot and tells us whether another is left
         return admitted
 
-    def _prefix(self, request: Request) -> list[int]:
-        """Hashes of the pages that may come out of the cache: the last token's is not among them, it is to be computed
-        and drawn from."""
-        return self._hashes(request)[: (len(request.tokens) - 1) // self.layout.page_size]
-
-    def _hashes(self, request: Request) -> list[int]:
-        extend_hashes(request.hashes, request.tokens, self.layout.page_size, self.layout.model, request.cache_salt)
-        return request.hashes
-
     def _receives(self, request: Request, held: int) -> bool:
         """Whether its prefiller is asked for what is missing."""
-        missing = len(request.tokens) - 1 - held * self.layout.page_size
+        missing = len(request.tokens) - 1 - held * self.pages.layout.page_size
         if request.prefiller is None or missing == 0:
             return False
         return not held or missing > self.local_prefill
@@ -132,14 +117,7 @@ class Scheduler:
         if active >= self.max_running:
             return False
         # One page of growth for everyone who runs: whoever is admitted must not cause a preemption at once.
-        missing = self.layout.pages_for(len(request.tokens)) - len(found)
-        return self.allocator.can_allocate(missing + active, found)
-
-    def _reserve(self, request: Request, found: list[int]) -> None:
-        missing = self.layout.pages_for(len(request.tokens)) - len(found)
-        request.pages = self.allocator.claim(found, missing)
-        request.held = request.published = len(found)
-        request.computed = len(found) * self.layout.page_size
+        return self.pages.can_reserve(request, found, beside=active)
 
     def _enter(self, request: Request, receives: bool) -> None:
         if receives:
@@ -158,14 +136,7 @@ class Scheduler:
         request.machine.move(State.RUNNING)
         request.computed = len(request.tokens) - 1
         self.running.append(request)
-        self._publish(request)
-
-    def _publish(self, request: Request) -> None:
-        """Let others find the pages that are full and computed by now."""
-        first, full = request.published, request.computed // self.layout.page_size
-        if full > first:
-            self.allocator.publish(request.pages[first:full], self._hashes(request)[first:full])
-            request.published = full
+        self.pages.publish(request)
 
     # --- the step --------------------------------------------------------------------------------------------
 
@@ -193,16 +164,10 @@ class Scheduler:
         drafts = self.speculation.drafts(request, share)
         further = self.speculation.further(request, share, len(drafts))
         # The first guess is made at the last token's position, each other one at a position further.
-        room = self._stretch(request, end + len(drafts) + max(0, further - 1)) - end
+        self.pages.grow(request, end + len(drafts) + max(0, further - 1))
+        room = self.pages.room(request) - end
         drafts = drafts[:room]
         return piece._replace(drafts=drafts, further=min(further, room - len(drafts) + 1))
-
-    def _stretch(self, request: Request, tokens: int) -> int:
-        """Reserve pages up to `tokens` if that takes nobody else's; return how many tokens there is room for now."""
-        missing = self.layout.pages_for(tokens) - len(request.pages)
-        if missing > 0 and self.allocator.can_allocate(missing):
-            request.pages.extend(self.allocator.allocate(missing))
-        return len(request.pages) * self.layout.page_size
 
     def finish_step(self, slices: list[StepSlice]) -> None:
         """The step's KV is in the pool, that of drafts aside. Requests that ended meanwhile give their pages up now."""
@@ -210,7 +175,7 @@ class Scheduler:
             request.in_step = False
             if request.state is State.RUNNING:
                 request.computed += count
-                self._publish(request)
+                self.pages.publish(request)
             else:
                 self._leave(request)
 
@@ -218,7 +183,7 @@ class Scheduler:
         """So many drafts of the last step were right, and are tokens of the request by now: their KV is there."""
         if drafts:
             request.computed += drafts
-            self._publish(request)
+            self.pages.publish(request)
 
     def give_up_step(self, slices: list[StepSlice]) -> None:
         """The step broke: nothing of it counts. Requests that ended meanwhile give their pages up now."""
@@ -227,36 +192,23 @@ class Scheduler:
             if request.state is not State.RUNNING:
                 self._leave(request)
 
-    def doubt(self, request: Request) -> None:
-        """What a request computed can't be right: nobody shares its pages any more."""
-        self.allocator.retract(request.pages)
-
     def _grow(self, request: Request, tokens: int) -> bool:
         """Reserve pages up to `tokens`; True unless `request` itself had to be preempted."""
-        missing = self.layout.pages_for(tokens) - len(request.pages)
-        if missing > 0 and not self.allocator.can_allocate(missing):
-            self._trim()
-        while missing > 0 and not self.allocator.can_allocate(missing):
+        if self.pages.grow(request, tokens):
+            return True
+        for drafting in self.running:
+            self.pages.trim(drafting)
+        while not self.pages.grow(request, tokens):
             victim = max(self.running, key=lambda r: r.order)
             self._preempt(victim)
             if victim is request:
                 return False
-        if missing > 0:
-            request.pages.extend(self.allocator.allocate(missing))
         return True
-
-    def _trim(self) -> None:
-        """Take back the pages that drafts alone have stood in."""
-        for request in self.running:
-            kept = self.layout.pages_for(len(request.tokens))
-            surplus, request.pages = request.pages[kept:], request.pages[:kept]
-            if surplus:
-                self.allocator.free(surplus)
 
     def _preempt(self, victim: Request) -> None:
         self.preemptions += 1
         self.running.remove(victim)
-        self._free(victim)
+        self.pages.free(victim)
         victim.machine.move(State.WAITING)
         victim.computed = victim.held = victim.published = 0
         victim.prefiller = victim.context = None
@@ -268,23 +220,18 @@ class Scheduler:
         """Take a request out for good.
 
         Its pages are freed, after the step if one is using them. Pages that a prefiller may still write to are the
-        receiver's to take away first (`surrender`).
+        receiver's to take away first (`RequestPages.surrender`).
         """
         self._remove(request)
         request.machine.move(state)
         if request.in_step:
             self.leaving.add(request)
         else:
-            self._free(request)
+            self.pages.free(request)
 
     def _leave(self, request: Request) -> None:
         self.leaving.remove(request)
-        self._free(request)
-
-    def surrender(self, request: Request) -> list[int]:
-        """Hand a receiving request's own pages over: held, and no longer the request's. It keeps those it shares."""
-        own, request.pages = request.pages[request.held :], request.pages[: request.held]
-        return own
+        self.pages.free(request)
 
     def _remove(self, request: Request) -> None:
         match request.state:
@@ -296,8 +243,3 @@ class Scheduler:
                 self.receiving.remove(request)
             case State.RUNNING:
                 self.running.remove(request)
-
-    def _free(self, request: Request) -> None:
-        if request.pages:
-            self.allocator.free(request.pages)
-            request.pages = []

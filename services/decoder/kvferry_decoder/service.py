@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
-from kvferry_engine.context_slots import ContextSlots
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_engine.worker_service import WorkerService
@@ -54,7 +53,17 @@ class DecoderService(WorkerService[str, Request]):
         self._verify = settings.verify_kv
         self._answers = Answers()
         self._post = open_post(self._on_prefiller)
-        self.intake = self._open_intake(settings, context)
+        self.intake = Intake(
+            worker,
+            self.receiver,
+            self._post,
+            settings,
+            name=ref.id,
+            on_ready=self._on_ready,
+            on_failure=self._give_up,
+            surrender=self.scheduler.pages.surrender,
+            context=context,
+        )
         self._loop = BatchLoop(
             worker,
             self.scheduler,
@@ -81,20 +90,6 @@ class DecoderService(WorkerService[str, Request]):
             intake=self.intake,
             answers=self._answers,
             verifier=self._verifier,
-        )
-
-    def _open_intake(self, settings: DecoderSettings, context: ContextSlots | None) -> Intake:
-        return Intake(
-            self._worker,
-            self.receiver,
-            self._post,
-            name=self._ref.id,
-            transfer_seconds=settings.transfer_seconds,
-            retry_seconds=settings.cancel_retry_seconds,
-            on_ready=self._on_ready,
-            on_failure=self._give_up,
-            surrender=self.scheduler.surrender,
-            context=context,
         )
 
     # --- messages --------------------------------------------------------------------------------------------

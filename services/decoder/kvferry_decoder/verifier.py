@@ -11,6 +11,7 @@ from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 
 from kvferry_decoder.intake import Incoming
+from kvferry_decoder.ordering import lacking
 from kvferry_decoder.request import Request, State
 
 
@@ -49,7 +50,7 @@ class Verifier:
 
     async def _check(self, incoming: Incoming) -> None:
         request, theirs = incoming.request, incoming.checksums or Int32s()
-        pages = request.pages[request.held : self._worker.layout.pages_for(len(request.tokens) - 1)]
+        pages = lacking(request, self._worker.layout)
         mine = await self._worker.checksums(pages, written(incoming.pieces))
         if request.state is not State.RECEIVING:
             return

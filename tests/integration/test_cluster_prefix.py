@@ -12,7 +12,9 @@ DECODERS = ("decoder0", "decoder1")
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, tiny_model):
+    # Slow beats: what ran a moment ago must not count against the decoder that has its pages.
     worker = ["--dtype", "float32", "--kv-memory", "4MiB", "--page-size", str(PAGE)]
+    worker += ["--heartbeat-seconds", "2.5", "--lease-seconds", "10"]
     decoder = ["--local-prefill-tokens", "0"]
     folder = tmp_path_factory.mktemp("prefix")
     with Cluster(folder, tiny_model, decoders=2, worker=worker, decoder=decoder) as cluster:

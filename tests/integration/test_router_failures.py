@@ -371,3 +371,18 @@ async def test_nothing_is_held_after_many_requests_and_cancels(redis_server, fol
         # Reservations too: given back by the router, taken over with a decoder's next beat, or, where a busy machine
         # made Redis look unreachable meanwhile, run out.
         await eventually(lambda: redis_server.command("KEYS", "kvferry:held:*") == [], 15)
+
+
+async def test_what_has_ended_counts_against_nobody_before_the_next_beat(redis_server, folder):
+    """Requests that come and go between two beats: a prompt that is asked again goes where it was, however often."""
+
+    async def unseen(decoder, origin, assign):
+        await speak(decoder, origin, assign)
+        decoder._take_admitted()
+
+    async with running_cluster(redis_server.url, folder) as cluster:
+        first, second = [await cluster.decoder(node_id, unseen) for node_id in ("d1", "d2")]
+        for _ in range(12):
+            await cluster.complete(prompt=[50] * 40)
+            await cluster.idle()
+        assert (len(first.assigned), len(second.assigned)) == (12, 0)

@@ -73,7 +73,7 @@ class Placer:
         return self._conclude(ask, "local", self._choose_locally(ask))
 
     async def release(self, placement: Placement, *, decoder: bool = True) -> None:
-        """Give the reservation back: the request has ended before a node admitted it. Twice is as good as once.
+        """Give back what no beat of a node has taken over yet: the request has ended. Twice is as good as once.
 
         `decoder`: False gives back the prefiller's part alone. Where Redis is away the reservation ends by itself.
         """

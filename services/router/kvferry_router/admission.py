@@ -74,7 +74,10 @@ class Admission:
             self.release(task.result())
 
     def release(self, placement: Placement, *, decoder: bool = True) -> None:
-        """Give a reservation back that no node has taken over, in the background; without `decoder` the prefiller's."""
+        """Give back, in the background, what nodes have not taken over of a reservation.
+
+        Without `decoder` the prefiller's part alone.
+        """
         task = asyncio.ensure_future(self._placer.release(placement, decoder=decoder))
         self._returns.add(task)
         task.add_done_callback(self._returned)

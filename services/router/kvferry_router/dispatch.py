@@ -277,8 +277,8 @@ class Dispatcher:
             end = await attempt.end
         finally:
             self._switchboard.close(attempt, held=attempt.held)
-            if not attempt.accepted:
-                self._admission.release(placement)
+            # Else one that has come and gone between two beats of its nodes would count against them until the next.
+            self._admission.release(placement)
         if isinstance(end, Lost):
             request.lost()
         return end

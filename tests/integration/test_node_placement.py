@@ -191,11 +191,24 @@ async def test_prefiller_must_pair_with_the_decoder(cluster):
 
 async def test_draining_and_excluded_nodes_are_left_out(cluster):
     await cluster.add(record("d1", draining=True), Load(free_pages=100))
-    await cluster.add(record("d2"), Load(free_pages=100))
+    failed = await cluster.add(record("d2"), Load(free_pages=100))
     await cluster.add(record("d3"), Load(free_pages=100, running=9))
     assert (await cluster.placer.place(ask(1, tokens=1))).decoder.ref.id == "d2"
-    placed = await cluster.placer.place(ask(2, tokens=1, exclude=frozenset({"d2"})))
+    placed = await cluster.placer.place(ask(2, tokens=1, exclude=frozenset({failed.ref})))
     assert placed.decoder.ref.id == "d3"
+
+
+async def test_a_node_that_was_restarted_since_it_failed_is_not_left_out(cluster):
+    failed = [
+        await cluster.add(record("p1", Role.PREFILLER), Load()),
+        await cluster.add(record("d1"), Load(free_pages=100)),
+    ]
+    wanted = ask(1, exclude=frozenset(node.ref for node in failed))
+    assert (await cluster.error(wanted)).error.code == ErrorCode.NO_NODES
+    prefiller = await cluster.add(record("p1", Role.PREFILLER), Load())
+    decoder = await cluster.add(record("d1"), Load(free_pages=100))
+    placed = await cluster.placer.place(wanted)
+    assert (placed.decoder, placed.prefiller) == (decoder, prefiller)
 
 
 async def test_a_prompt_goes_to_who_holds_it_unless_that_one_is_much_busier(cluster):
@@ -235,7 +248,7 @@ async def test_the_script_chooses_as_python_does(cluster, redis_server):
             await cluster.add(what, load)
         reserved: dict[str, tuple[int, int, int]] = collections.defaultdict(lambda: (0, 0, 0))
         for turn in range(4):
-            wanted = _random_ask(rng, 10 * number + turn)
+            wanted = _random_ask(rng, 10 * number + turn, [what.ref for what, _ in nodes])
             expected = choose(wanted, [Candidate(what, load, *reserved[what.ref.id]) for what, load in nodes])
             got = await cluster.placer._ask_redis(wanted)
             assert got == expected
@@ -276,13 +289,15 @@ def _random_node(rng: random.Random, index: int) -> tuple[NodeRecord, Load]:
     return what, load
 
 
-def _random_ask(rng: random.Random, number: int) -> PlacementAsk:
+def _random_ask(rng: random.Random, number: int, present: list[NodeRef]) -> PlacementAsk:
+    # A node's earlier life may have failed the request as well as its present one.
+    lives = [*present, *(NodeRef(ref.id, new_incarnation()) for ref in present)]
     return ask(
         number,
         tokens=rng.choice([1, 2, 16, 17, 18, 300]),
         pages=rng.choice([1, 3, 10, 21, 41]),
         context=rng.choice([0, 100, 101, 1001]),
-        exclude=frozenset(rng.sample([f"n{n}" for n in range(7)], rng.choice([0, 0, 2]))),
+        exclude=frozenset(rng.sample(lives, min(len(lives), rng.choice([0, 0, 3])))),
         local_prefill=rng.random() < 0.3,
         held={f"n{n}": rng.choice([0, 7, 100, 299]) for n in rng.sample(range(7), rng.choice([0, 0, 2]))},
         affinity=rng.choice([0.0, 0.5, 4.0]),

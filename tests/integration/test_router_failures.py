@@ -39,6 +39,12 @@ async def assigned(cluster, eventually):
     return by_load(cluster)[0][0]
 
 
+async def streamed(cluster, tokens):
+    """Wait until so many tokens have reached the router."""
+    while await cluster.metric("kvferry_answer_tokens_total") < tokens:  # noqa: ASYNC110  # nothing here sets an event
+        await asyncio.sleep(0.02)
+
+
 async def silent(_decoder, _origin, _assign):
     """Never answer."""
 
@@ -66,7 +72,7 @@ async def test_a_lost_decoder_leaves_no_gap_and_no_repeat(cluster, eventually, c
     for decoder in cluster.decoders:
         if decoder is not lost:
             decoder.pause_at = None
-    await asyncio.sleep(0.1)
+    await streamed(cluster, cut)
     await lost.kill()
     answer = await task
     if stream:
@@ -112,6 +118,17 @@ async def test_a_router_that_stood_still_goes_on_with_the_only_decoder_there_is(
     await eventually(lambda: len(decoder.assigned) == 3)
     decoder.go.set()
     assert (await task)["choices"][0]["token_ids"] == cluster.tokens()
+
+
+async def test_a_decoder_restarted_under_its_id_may_have_what_its_last_life_failed(cluster, eventually):
+    lost = await cluster.decoder("d1")
+    lost.pause_at = 4
+    task = asyncio.create_task(cluster.complete(return_token_ids=True))
+    await streamed(cluster, 4)
+    await lost.kill()
+    again = await cluster.decoder("d1")
+    assert (await task)["choices"][0]["token_ids"] == cluster.tokens()
+    assert again.assigned[0].answered == 4
 
 
 @pytest.mark.parametrize("code", [ErrorCode.OVERLOADED, ErrorCode.TRANSFER_FAILED, ErrorCode.DRAINING])

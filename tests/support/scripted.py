@@ -243,7 +243,7 @@ class Cluster:
         decoder = ScriptedDecoder(self._redis_url, node_id, self.tokens(answer), script)
         decoder.load = Load(**({"free_pages": 1000} | load))
         self.decoders.append(await decoder.start())
-        await self.until(lambda state: state["decoders"] >= len(self.decoders))
+        await self.until(lambda state: state["decoders"] >= len({each.record.ref.id for each in self.decoders}))
         return decoder
 
     async def until(self, holds: Callable[[dict[str, Any]], bool]) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
-from kvferry_proto.nodes import Load, NodeRecord, Role
+from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role
 
 from kvferry_node.registry import pairing
 
@@ -23,8 +23,8 @@ class PlacementAsk(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     context: int = 0
     """Tokens of prompt and answer together, against max_context; 0: not checked."""
-    exclude: frozenset[str] = frozenset()
-    """Ids of nodes that have failed this request."""
+    exclude: frozenset[NodeRef] = frozenset()
+    """Lives of nodes that have failed this request; a node that was restarted since may have it."""
     local_prefill: bool = False
     """Whether a decoder may prefill it by itself, however long, when no prefiller is there."""
     held: dict[str, int] = {}
@@ -123,7 +123,7 @@ def _with_prefiller(ask: PlacementAsk, decoders: list[Candidate], prefillers: li
 
 def _serves(record: NodeRecord, ask: PlacementAsk) -> bool:
     fits = record.max_context == 0 or ask.context <= record.max_context
-    return fits and not record.draining and record.model == ask.model and record.ref.id not in ask.exclude
+    return fits and not record.draining and record.model == ask.model and record.ref not in ask.exclude
 
 
 def _decoder_cost(ask: PlacementAsk, node: Candidate) -> tuple[float, int, str]:

@@ -1,7 +1,7 @@
 -- Chooses a decoder and a prefiller for a request and reserves on both, in one step: several routers see each other's
 -- reservations, so a burst spreads instead of stampeding the node that was idle a moment ago.
 -- choose.py has the same rule for when Redis is away.
--- KEYS: nodes; ARGV: namespace, ask as JSON, ms that a reservation lives
+-- KEYS: nodes; ARGV: namespace, ask as JSON (lives to exclude are texts: id#incarnation), ms that a reservation lives
 -- Returns {"placed", decoder record, prefiller record or "", decoder incarnation, prefiller incarnation or ""}
 -- or {"no_nodes" | "overloaded" | "too_large", role, pages of the largest decoder}
 local namespace, ask, lifetime = ARGV[1], cjson.decode(ARGV[2]), tonumber(ARGV[3])
@@ -9,7 +9,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 
 local excluded = {}
-for _, id in ipairs(ask.exclude) do excluded[id] = true end
+for _, life in ipairs(ask.exclude) do excluded[life] = true end
 
 local function held_key(node) return namespace .. ':held:' .. node.id .. ':' .. node.incarnation end
 
@@ -41,7 +41,7 @@ local function read(id)
     node[name] = i <= 6 and (values[i] or '') or tonumber(values[i] or 0) or 0
   end
   if node.incarnation == '' or node.record == '' or node.draining == '1' then return nil end
-  if node.model ~= ask.model or excluded[id] then return nil end
+  if node.model ~= ask.model or excluded[id .. '#' .. node.incarnation] then return nil end
   if node.max_context > 0 and ask.context > node.max_context then return nil end
   add_reservations(node)
   node.busy = node.running + node.waiting + node.requests

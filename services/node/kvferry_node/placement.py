@@ -117,7 +117,8 @@ class Placer:
                 return None
 
     async def _ask_redis(self, ask: PlacementAsk) -> Choice | Unplaced:
-        asked = msgspec.to_builtins(ask) | {"prefill_tokens": ask.prefill_tokens}
+        derived = {"prefill_tokens": ask.prefill_tokens, "exclude": [str(ref) for ref in ask.exclude]}
+        asked = msgspec.to_builtins(ask) | derived
         args: list[str | bytes | int] = [self._namespace, msgspec.json.encode(asked), int(1000 * self._lifetime)]
         async with within(_TIMEOUT_SECONDS):
             answer: list[Any] = await self._script(keys=[f"{self._namespace}:nodes"], args=args)

@@ -177,7 +177,7 @@ class Dispatcher:
 
     async def _attempts(self, request: Request) -> None:
         """Try until the answer is complete. Raises KvferryError: the error of the last attempt."""
-        avoid: set[str] = set()
+        avoid: set[NodeRef] = set()
         cause: KvferryError | None = None
         for number in itertools.count(1):
             placement = await self._place(request, avoid, cause)
@@ -194,11 +194,12 @@ class Dispatcher:
             if not end.retry or number >= self._settings.max_attempts:
                 raise cause
             if end.blame:
-                avoid.add(attempt.culprit(end.error).id)
+                avoid.add(attempt.culprit(end.error))
             self._metrics.retries.labels(end.error.code).inc()
-            self._log.warning("trying again elsewhere", request_id=attempt.id, error=str(cause), avoid=sorted(avoid))
+            lives = sorted(map(str, avoid))
+            self._log.warning("trying again elsewhere", request_id=attempt.id, error=str(cause), avoid=lives)
 
-    async def _place(self, request: Request, avoid: set[str], cause: KvferryError | None) -> Placement:
+    async def _place(self, request: Request, avoid: set[NodeRef], cause: KvferryError | None) -> Placement:
         """Reserve. With nobody left to try, what brought us here is the better answer than that nobody is left."""
         try:
             return await self._admission.place(self._ask(request, avoid))
@@ -207,7 +208,7 @@ class Dispatcher:
                 raise cause from error
             raise
 
-    def _ask(self, request: Request, avoid: set[str]) -> PlacementAsk:
+    def _ask(self, request: Request, avoid: set[NodeRef]) -> PlacementAsk:
         tokens = len(request.job.tokens) + len(request.answer.token_ids)
         room = request.answer.room
         return PlacementAsk(

@@ -72,7 +72,7 @@ class SharedMemory:
             for fd in fds:
                 os.close(fd)
             raise
-        return cls(fds[0], size, huge=os.fstat(fds[0]).st_blksize > mmap.PAGESIZE)
+        return cls(fds[0], size, huge=in_huge_pages(fds[0]))
 
     def send(self, connection: socket.socket) -> None:
         """Hand the memory to the process at the other end of a connected unix socket, which maps it with receive()."""
@@ -125,6 +125,12 @@ class SharedMemory:
 def mapped_bytes(fd: int) -> int:
     """Size of a memfd in bytes: in huge pages it is a multiple of theirs."""
     return os.fstat(fd).st_size
+
+
+def in_huge_pages(fd: int) -> bool:
+    """Whether a memfd is in reserved huge pages: those are a file system's own, whose blocks they are. A single file
+    with transparent ones says the same of its own blocks."""
+    return os.fstatvfs(fd).f_bsize > mmap.PAGESIZE
 
 
 def _memfd(size: int, name: str, flags: int) -> int:

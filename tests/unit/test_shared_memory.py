@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -152,6 +153,33 @@ def test_huge_pages_are_taken_whole_and_at_once(monkeypatch):
         assert len(memory.buffer) == memory.size == (2 << 20) + 5
         assert os.fstat(memory.fd).st_size % (2 << 20) == 0
         assert allocated == [(0, os.fstat(memory.fd).st_size)]
+
+
+def test_memory_that_is_received_tells_reserved_pages_from_transparent_ones(ends, monkeypatch):
+    real = os.fstat
+
+    def in_transparent_pages(fd):
+        stat = real(fd)
+        return SimpleNamespace(st_size=stat.st_size, st_blksize=2 << 20)
+
+    monkeypatch.setattr(os, "fstat", in_transparent_pages)
+    monkeypatch.setattr(shared_memory, "huge_pages", lambda: HugePages(2 << 20, 0, 0, transparent=True))
+    with SharedMemory.create(4 << 20, "test") as made:
+        made.send(ends[0])
+        with SharedMemory.receive(ends[1]) as mapped:
+            assert mapped.backing is Backing.TRANSPARENT
+            assert not shared_memory.in_huge_pages(mapped.fd)
+
+
+def test_memory_in_reserved_pages_is_recognised():
+    try:
+        fd = os.memfd_create("test", os.MFD_HUGETLB)
+    except OSError as error:
+        pytest.skip(f"this kernel has no reserved huge pages: {error}")
+    try:
+        assert shared_memory.in_huge_pages(fd)
+    finally:
+        os.close(fd)
 
 
 MEMINFO = "MemTotal:  1 kB\nHugePages_Total:  8\nHugePages_Free:  3\nHugepagesize:  2048 kB\nDirectMap1G:\n"

@@ -15,34 +15,29 @@ from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
 from kvferry_proto.nodes import NodeRef
 
-from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.checksums import Place, page_checksums
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.context_slots import ContextSlots
-from kvferry_engine.decode_graphs import DecodeGraphs, can_capture
 from kvferry_engine.device_counter import DeviceCounter
 from kvferry_engine.devices import on_gpu, resolve
 from kvferry_engine.fabric_cpus import fabric_cpus
+from kvferry_engine.fault_injection import inject
 from kvferry_engine.kv_place import in_gpu
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.kv_size import enough_pages
-from kvferry_engine.models.base import Model, OnLayer
+from kvferry_engine.models.base import Model
 from kvferry_engine.prefix_cache import PrefixCache
 from kvferry_engine.ranks.errors import RankLostError
 from kvferry_engine.ranks.processes import RankProcesses
-from kvferry_engine.ranks.steps import Step, Work
 from kvferry_engine.shard import ALONE, Shard
+from kvferry_engine.stepping import Stepping
 from kvferry_engine.weights import Progress, load_model
 from kvferry_engine.worker_settings import WorkerSettings
 
 T = TypeVar("T")
 
-# Faults that the fabric injects by itself, and what its numbers mean there.
-_FABRIC_FAULTS = {"corrupt-write": ("corrupt", 1), "delay-write-ms": ("delay", 1_000_000), "fail-write": ("fail", 1)}
-_MODEL_FAULTS = {"slow-layer-ms"}
 
-
-class Worker:
+class Worker(Stepping):
     """Opened once per node, in its lead process, closed after the service has drained. The event loop's thread owns
     all but what runs in `compute` and `checksums`."""
 
@@ -68,7 +63,6 @@ class Worker:
         self.config = ModelConfig.from_folder(Path(settings.model))
         self._devices = resolve(settings.device, settings.tp)
         self.device = self._devices[0]
-        """Where this rank computes, as torch says it."""
         self._in_gpu = in_gpu(settings, self.device)
         self.fabric = TransferEngine(
             settings.provider,
@@ -85,7 +79,7 @@ class Worker:
             raise
 
     def _open(self, settings: WorkerSettings, progress: Progress | None) -> None:
-        self._inject(settings.faults)
+        inject(self.fabric, settings.faults)
         if self.fabric.provider == "shm":
             get_logger().warning("over shm a node that is killed can hang others for good", advice="--provider local")
         shard = Shard(0, settings.tp, self.ranks.join()) if settings.tp > 1 else ALONE
@@ -117,30 +111,6 @@ class Worker:
         if on_gpu(self.device):
             self.warm_up()
 
-    def _open_graphs(self) -> DecodeGraphs | None:
-        if can_capture(self.model):
-            return DecodeGraphs(self.model, self.pool)
-        get_logger().warning("--cuda-graphs does not apply: they take one rank, FlashInfer and a model without experts")
-        return None
-
-    def warm_up(self) -> None:
-        """Run a decode and a prefill step, before there is a request.
-
-        Libraries build and load kernels when these are first needed, which takes up to minutes: better now.
-        """
-        self.forward([SequenceSlice([0], 0, [0])])
-        self.forward([SequenceSlice([0, 0], 0, [0, 1])])
-
-    def _inject(self, faults: dict[str, float]) -> None:
-        unknown = set(faults) - set(_FABRIC_FAULTS) - _MODEL_FAULTS
-        if unknown:
-            msg = f"--fault: unknown {sorted(unknown)}; known are {sorted([*_FABRIC_FAULTS, *_MODEL_FAULTS])}"
-            raise ValueError(msg)
-        for name in set(faults) & set(_FABRIC_FAULTS):
-            kind, unit = _FABRIC_FAULTS[name]
-            get_logger().warning("fault injection is on", fault=name, value=faults[name])
-            self.fabric.fault(kind, int(faults[name] * unit))
-
     def register(self) -> list[MemoryRegion]:
         """Register every rank's KV pool, each under a new key; whoever asked closes them, or the fabric at its end."""
         return [self.fabric.register(pool.registered) for pool in self.pools]
@@ -155,73 +125,6 @@ class Worker:
         except RankLostError:
             await asyncio.Event().wait()
             raise
-
-    def forward(
-        self, slices: Sequence[SequenceSlice], on_layer: OnLayer | None = None, *, logits: bool = True
-    ) -> torch.Tensor | None:
-        """Run one step on all ranks, in the forward thread; arguments and result are those of `Model.forward`.
-
-        Raises BatchError before anything is computed, RankLostError when the ranks can't go on.
-        """
-
-        def run(batch: ForwardBatch) -> torch.Tensor | None:
-            if self._graphs is not None and on_layer is None and logits and self._graphs.fits(batch):
-                return self._graphs.run(batch)
-            return self.model.forward(batch, self.pool, on_layer, logits=logits)
-
-        return self._together(Step(list(slices), Work.LOGITS if logits else Work.KEEP), run)
-
-    def hidden_states(self, slices: Sequence[SequenceSlice], on_layer: OnLayer | None = None) -> torch.Tensor:
-        """Run one step as `forward` does; returns the hidden states that the wanted logits would be of.
-
-        They are [rows, E], on the host, as all hidden states that go in and out here.
-        """
-        return self._together(
-            Step(list(slices), Work.HIDDEN),
-            lambda batch: self.model.hidden_states(batch, self.pool, batch.logit_rows, on_layer).cpu(),
-        )
-
-    def judge(self, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run one step as `forward` does; returns hidden states [rows, E] and logits of what wants any: some must."""
-
-        def both(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-            hidden = self.model.hidden_states(batch, self.pool, batch.logit_rows)
-            logits = self.model.score(hidden)
-            assert logits is not None
-            return hidden.cpu(), logits
-
-        return self._together(Step(list(slices), Work.LOGITS), both)
-
-    def draft(self, slices: Sequence[SequenceSlice], hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run `Model.draft` on all ranks; returns its result and the logits of that, None where nothing wants any."""
-
-        def guess(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor | None]:
-            out = self.model.draft(batch, hidden.to(self.device), self.pool)
-            return out.cpu(), self.model.score(out) if batch.wants_logits else None
-
-        return self._together(Step(list(slices), Work.DRAFT, hidden), guess)
-
-    def _together(self, step: Step, compute: Callable[[ForwardBatch], T]) -> T:
-        """Have all ranks begin a step, and take this one's share in it."""
-        batch = ForwardBatch.build(step.slices, page_size=self.layout.page_size, device=self.device)
-        self.pool.settle()
-        try:
-            return self._compute(step, batch, compute)
-        finally:
-            if on_gpu(self.device):
-                # What is said to be computed may be sent, or built on, at once; what went wrong is to be known here.
-                torch.cuda.synchronize(self.device)
-
-    def _compute(self, step: Step, batch: ForwardBatch, compute: Callable[[ForwardBatch], T]) -> T:
-        if not len(self.ranks):
-            return compute(batch)
-        self.model.check(batch, self.pool)
-        self.ranks.broadcast(step, self.layout.page_size)
-        try:
-            return compute(batch)
-        except Exception as error:
-            # Whatever it is: the others wait in the midst of a step that this rank has left.
-            raise self.ranks.lost(error) from error
 
     def new_context_slots(self, count: int) -> ContextSlots:
         """Make context slots for this model's hidden states; they live as long as the worker."""

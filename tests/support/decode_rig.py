@@ -9,9 +9,10 @@ from kvferry_decoder.parts import make_scheduler
 from kvferry_decoder.request import Request, State
 from kvferry_decoder.settings import DecoderSettings
 from kvferry_decoder.speculation import Speculation
-from kvferry_engine.batch import ForwardBatch, SequenceSlice
+from kvferry_engine.batch import SequenceSlice
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.prefix_cache import PrefixCache
+from kvferry_engine.stepping import Stepping
 from kvferry_engine.worker_metrics import WorkerMetrics
 from kvferry_proto.ints import Int32s
 from kvferry_proto.nodes import NodeRef
@@ -20,8 +21,10 @@ from kvferry_proto.to_decoder import Assign
 from prometheus_client import CollectorRegistry
 
 
-class RigWorker:
+class RigWorker(Stepping):
     """What a batch loop needs of a worker. Pages begin full of NaN, as if left by another."""
+
+    device, ranks, _graphs = "cpu", (), None
 
     def __init__(self, model, *, page_size, pages):
         self.model = model
@@ -35,26 +38,6 @@ class RigWorker:
     async def compute(self, work):
         await asyncio.sleep(0)
         return work()
-
-    def forward(self, slices):
-        return self.model.forward(self._batch(slices), self.pool)
-
-    def judge(self, slices):
-        batch = self._batch(slices)
-        hidden = self.model.hidden_states(batch, self.pool, batch.logit_rows)
-        return hidden, self.model.score(hidden)
-
-    def draft(self, slices, hidden):
-        batch = self._batch(slices)
-        out = self.model.draft(batch, hidden, self.pool)
-        return out, self.model.score(out) if batch.wants_logits else None
-
-    def hidden_states(self, slices):
-        batch = self._batch(slices)
-        return self.model.hidden_states(batch, self.pool, batch.logit_rows)
-
-    def _batch(self, slices):
-        return ForwardBatch.build(slices, page_size=self.layout.page_size)
 
 
 class Rig:

@@ -9,7 +9,9 @@ from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.message import Refused, RequestFailed
 from kvferry_proto.to_router import Accepted
 from kvferry_proto.usage import FinishReason
-from scripted import ANSWER, finished, make_model_folder, running_cluster, speak, step, warm_up
+from router_rig import running_cluster, warm_up
+from scripted import ANSWER, finished, speak, step
+from text_folder import make_model_folder
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 

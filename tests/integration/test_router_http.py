@@ -11,7 +11,9 @@ from kvferry_proto.page_table import Source, unpack
 from kvferry_proto.timeline import DecodeTimeline
 from kvferry_proto.to_router import Accepted
 from kvferry_proto.usage import FinishReason
-from scripted import ANSWER, MODEL, finished, make_model_folder, running_cluster, step, warm_up
+from router_rig import running_cluster, warm_up
+from scripted import ANSWER, finished, step
+from text_folder import MODEL, make_model_folder
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 

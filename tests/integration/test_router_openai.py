@@ -4,7 +4,9 @@ import asyncio
 
 import openai
 import pytest
-from scripted import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
+from router_rig import running_cluster, warm_up
+from scripted import ANSWER
+from text_folder import MODEL, make_model_folder
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 100}

@@ -9,10 +9,13 @@ import sys
 
 import httpx
 import pytest
+from kvferry_node.registry import Registry
 from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role, new_incarnation
 from kvferry_proto.page_table import Source, unpack
 from kvferry_router.model_folder import load_model_text
-from scripted import ANSWER, LAYOUT, MODEL, Registry, ScriptedDecoder, make_model_folder, running_cluster
+from router_rig import running_cluster
+from scripted import ANSWER, LAYOUT, ScriptedDecoder
+from text_folder import MODEL, make_model_folder
 
 FORBIDDEN = ("torch", "transformers", "kvferry_engine", "kvferry_fabric", "kvferry_prefiller", "kvferry_decoder")
 

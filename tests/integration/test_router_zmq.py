@@ -15,7 +15,9 @@ from kvferry_proto.nodes import NodeRef
 from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.to_client import Completed, Delta, Failed, ToClient
 from kvferry_proto.to_router import CancelGenerate, ChatMessage, Generate
-from scripted import ANSWER, MODEL, make_model_folder, running_cluster, warm_up
+from router_rig import running_cluster, warm_up
+from scripted import ANSWER
+from text_folder import MODEL, make_model_folder
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 LONG = SamplingParams(max_tokens=100)

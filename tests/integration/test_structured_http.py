@@ -7,7 +7,7 @@ import openai
 import pytest
 from kvferry_engine.grammar import make_tokenizer
 from local import start_decoder, start_prefiller
-from scripted import running_router
+from router_rig import running_router
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -11,9 +11,6 @@ sums; raises AssertionError if something does not hold. The test suite runs the 
 import argparse
 import json
 import random
-import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -21,13 +18,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
+import fabric_chaos as chaos
 import fabric_rig as rig
-import msgspec
 import netns
 import numpy as np
 import xxhash
 from kvferry_fabric import ChunkSchedule, Event, EventKind, SharedMemory, TransferEngine, runs
-from kvferry_proto.memory import MemoryDescriptor
 
 HELD = ("armed_slots", "active_transfers", "held_transfers", "in_flight_writes", "regions", "peers", "counters")
 SLOTS, SLOT_PAGES, PAGE = 4, 64, 16384
@@ -67,13 +63,14 @@ class Soak:
         self.region = self.engine.register(memoryview(self.memory).cast("B"))
         self.victim = SharedMemory.create(1 << 22, "kvferry-soak")
         self.open_to_writers = self.engine.register(self.victim)
-        self.receivers = [self._receiver() for _ in range(2)]
+        self.receivers = [self.new_receiver() for _ in range(2)]
         self.generation = 0
         self.live: dict[int, Job] = {}
         self.killed: set[rig.Receiver] = set()
         self.link_is_cut = False
 
-    def _receiver(self) -> "rig.Receiver":
+    def new_receiver(self) -> "rig.Receiver":
+        """Another process to send to."""
         if self.hosts is None:
             return rig.Receiver(self.provider, self.pages * PAGE)
         return rig.Receiver(self.provider, self.pages * PAGE, netns.THEIRS, self.hosts.inside("b"))
@@ -102,6 +99,11 @@ class Soak:
         self.counts["started"] += 1
         if self.random.random() < 0.2:
             transfer.cancel()
+
+    def fill(self, receiver: "rig.Receiver | None" = None) -> None:
+        """As many transfers as one receiver has slots."""
+        for _ in range(SLOTS):
+            self.start(receiver)
 
     def look(self) -> None:
         """Take the ends of transfers."""
@@ -134,62 +136,10 @@ class Soak:
         """The provider refuses one of the next writes."""
         self.engine.fault("fail", self.random.randint(1, 50))
 
-    def kill_receiver(self) -> None:
-        """kill -9 in the middle of a transfer; another takes its place."""
-        index = self.random.randrange(len(self.receivers))
-        doomed = self.receivers[index]
-        for _ in range(SLOTS):
-            self.start(doomed)
-        self.killed.add(doomed)
-        doomed.kill()
-        doomed.close()
-        rig.until(lambda: self.none_left(doomed), "the transfers of a killed receiver")
-        self.receivers[index] = self._receiver()
-        self.say({"killed": "receiver"})
-        self.counts["receivers_killed"] += 1
-
     def none_left(self, receiver: "rig.Receiver") -> bool:
         """Whether its transfers have all ended."""
         self.look()
         return not any(job.receiver is receiver for job in self.live.values())
-
-    def cut(self) -> None:
-        """A receiver takes nothing for a moment: its link is cut, for all that the sender can tell."""
-        stopped, *others = self.random.sample(self.receivers, len(self.receivers))
-        process = stopped.process
-        self.start(stopped)
-        rig.stop(process)
-        self.start(others[0])
-        time.sleep(self.random.uniform(0, 0.1))
-        process.send_signal(signal.SIGCONT)
-        self.say({"cut": "receiver"})
-        self.counts["cuts"] += 1
-
-    def cut_link(self) -> None:
-        """One of the two links is down for a moment: what is under way may fail."""
-        assert self.hosts is not None
-        end, self.link_is_cut = f"b{self.random.choice('12')}", True
-        for _ in range(SLOTS):
-            self.start()
-        self.hosts.ip("b", "link", "set", end, "down")
-        time.sleep(self.random.uniform(0, 0.3))
-        self.start()
-        self.hosts.ip("b", "link", "set", end, "up")
-        rig.until(lambda: all(self.none_left(one) for one in self.receivers), "the transfers of a cut link")
-        self.link_is_cut = False
-        self.say({"cut": "link"})
-        self.counts["link_cuts"] += 1
-
-    def kill_sender(self) -> None:
-        """kill -9 of a process that writes into this one's memory."""
-        descriptor = json.dumps(msgspec.to_builtins(self.open_to_writers.descriptor))
-        command = [sys.executable, __file__, "--write-to", descriptor]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == "writing\n"
-            writer.kill()
-        self.say({"killed": "sender"})
-        self.counts["senders_killed"] += 1
 
     def step(self, since_chaos: float) -> bool:
         """Go on a little; now and then something is done to a process. Returns whether something was."""
@@ -202,8 +152,7 @@ class Soak:
         self.look()
         if since_chaos < 0.5:
             return False
-        chaos = [self.kill_receiver, self.kill_receiver, self.cut, self.cut, self.kill_sender]
-        self.random.choice(chaos + [self.cut_link] * 2 if self.hosts else chaos)()
+        self.random.choice(chaos.BETWEEN_HOSTS if self.hosts else chaos.ANYWHERE)(self)
         return True
 
     def finish(self) -> dict[str, Any]:
@@ -243,27 +192,13 @@ def soak(provider: str, seconds: float, seed: int, say: Callable[[dict[str, Any]
             stack.enter_context(hosts.entered("a"))
         run = Soak(provider, seed, say, hosts)
         stack.callback(run.close)
-        end, chaos = time.monotonic() + seconds, time.monotonic()
+        end, last = time.monotonic() + seconds, time.monotonic()
         while time.monotonic() < end:
-            if run.step(time.monotonic() - chaos):
-                chaos = time.monotonic()
+            if run.step(time.monotonic() - last):
+                last = time.monotonic()
         sums = run.finish()
     assert rig.held_by_process() == before, "file descriptors and threads of this process"
     return sums
-
-
-def write_until_killed(remote: MemoryDescriptor) -> None:
-    """The other process of kill_sender()."""
-    with TransferEngine(remote.provider, incarnation=3, bind=rig.BIND) as engine:
-        region = engine.register(memoryview(bytearray(remote.length)))
-        peer, told = engine.connect(remote.addresses), False
-        while True:
-            engine.write(peer=peer, region=region, source_offset=0, remote=remote, destination_offset=0,
-                         length=remote.length, slot=1, generation=1)  # fmt: skip
-            rig.end_of(engine)
-            if not told:
-                print("writing", flush=True)  # noqa: T201 - the protocol
-                told = True
 
 
 def main() -> None:
@@ -271,10 +206,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--provider", default="tcp")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--write-to", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.write_to:
-        write_until_killed(msgspec.json.decode(options.write_to, type=MemoryDescriptor))
     started = time.monotonic()
 
     def say(line: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from kvferry_router.chat_template import ChatTemplate, ChatTemplateError
 from kvferry_router.detokenizer import Detokenizer, StopStrings
 from kvferry_router.model_folder import ModelFolderError, load_model_text
 from kvferry_router.tokenizer import Tokenizer
-from scripted import END, make_model_folder
+from text_folder import END, make_model_folder
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers
 

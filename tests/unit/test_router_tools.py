@@ -23,7 +23,7 @@ from kvferry_router.tokenizer import Tokenizer
 from kvferry_router.tool_calls import ToolCallParser
 from kvferry_router.tool_choice import tool_grammar
 from llguidance import LLMatcher
-from scripted import make_model_folder
+from text_folder import make_model_folder
 from tokenizers import Tokenizer as Encoder
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_cal>"}}\n</tool_call>'

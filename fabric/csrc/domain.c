@@ -79,6 +79,7 @@ int kf_domain_open(kf_domain *d, const kf_options *options, kf_error *error) {
 
 /* The order matters: what uses goes before what is used. Failures leave nothing to be done about them. */
 void kf_domain_close(kf_domain *d) {
+  kf_cuts_close(d);
   if (d->ep) (void)fi_close(&d->ep->fid);
   if (d->av) (void)fi_close(&d->av->fid);
   if (d->cq) (void)fi_close(&d->cq->fid);

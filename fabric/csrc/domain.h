@@ -35,6 +35,8 @@ typedef struct {
 bool kf_health_allows(kf_health_state from, kf_health_state to);
 void kf_health_check(kf_engine *engine, uint64_t now);
 
+typedef struct kf_cut kf_cut;
+
 /* ---- domain.c: a NIC, or what stands for one: the libfabric objects that an engine has for it ---- */
 typedef struct {
   uint32_t index;
@@ -51,6 +53,7 @@ typedef struct {
   bool link_down;
   kf_health health;
   _Atomic bool out; /* link_down, for other threads */
+  kf_cut *cuts;     /* connections that are to be closed before their peers are written to again */
   bool ordered; /* a write that is known to have landed has everything before it landed too */
   _Alignas(max_align_t) unsigned char address[KF_ADDRESS_MAX]; /* it may hold a struct sockaddr */
   size_t address_length;

@@ -74,8 +74,7 @@ bool kf_path_usable(const kf_path *path) {
 void kf_path_cut(kf_engine *engine, kf_path *path, const kf_peer *peer, const char *why) {
   path->cut = why;
   kf_path_failed(engine, path);
-  if (path->domain->provider->over_sockets && kf_sockets_abort(path->domain, &peer->addresses[path->remote]) < 0)
-    kf_add(&engine->errors, 1);
+  kf_peers_cut(engine, path->domain, &peer->addresses[path->remote]);
 }
 
 static void check_link(kf_engine *engine, kf_domain *domain) {

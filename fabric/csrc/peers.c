@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/socket.h>
 
-static bool same_address(const kf_address_bytes *a, const kf_address_bytes *b) {
+bool kf_same_address(const kf_address_bytes *a, const kf_address_bytes *b) {
   return a->length == b->length && memcmp(a->bytes, b->bytes, a->length) == 0;
 }
 
@@ -14,7 +14,7 @@ static bool same_address(const kf_address_bytes *a, const kf_address_bytes *b) {
 static bool is_at(const kf_peer *peer, const kf_address_bytes *addresses, uint32_t domains, const kf_link *link) {
   if (peer->domains != domains || (domains == 0 && peer->link != link)) return false;
   for (uint32_t i = 0; i < domains; i++)
-    if (!same_address(&peer->addresses[i], &addresses[i])) return false;
+    if (!kf_same_address(&peer->addresses[i], &addresses[i])) return false;
   return true;
 }
 
@@ -144,15 +144,26 @@ int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error) {
 static bool has_address(const kf_peer *peer, const kf_address_bytes *addresses, uint32_t domains) {
   for (uint32_t i = 0; i < peer->domains; i++)
     for (uint32_t j = 0; j < domains; j++)
-      if (same_address(&peer->addresses[i], &addresses[j])) return true;
+      if (kf_same_address(&peer->addresses[i], &addresses[j])) return true;
   return false;
 }
 
-/* Cut first: then what was posted, and is not known to have landed, cannot land any more. */
+static void mark_cut(kf_peer *peer, const kf_domain *domain, const kf_address_bytes *address) {
+  for (uint32_t i = 0; i < peer->path_count; i++)
+    if (peer->paths[i].domain == domain && kf_same_address(&peer->addresses[peer->paths[i].remote], address))
+      peer->paths[i].breaks++;
+}
+
+/* Cuts the connection to an address, over sockets: what was posted, and is not known to have landed, cannot land any more. */
+void kf_peers_cut(kf_engine *engine, kf_domain *domain, const kf_address_bytes *address) {
+  if (!domain->provider->over_sockets) return;
+  if (kf_sockets_abort(domain, address) < 0) kf_add(&engine->errors, 1);
+  for (kf_peer *peer = engine->peers; peer; peer = peer->next) mark_cut(peer, domain, address);
+}
+
 static void cut_all(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains) {
   for (uint32_t i = 0; i < engine->domain_count; i++)
-    for (uint32_t j = 0; j < domains && engine->domains[i].provider->over_sockets; j++)
-      if (kf_sockets_abort(&engine->domains[i], &addresses[j]) < 0) kf_add(&engine->errors, 1);
+    for (uint32_t j = 0; j < domains; j++) kf_peers_cut(engine, &engine->domains[i], &addresses[j]);
 }
 
 /* Providers without sockets of ours confirm, or fail, what is in flight by themselves. */
@@ -161,7 +172,6 @@ void kf_peers_forget(kf_engine *engine, const kf_address_bytes *addresses, uint3
   for (kf_transfer *t = engine->active.next, *next; t != &engine->active; t = next) {
     next = t->next;
     if (!has_address(t->plan.peer, addresses, domains)) continue;
-    if (t->in_flight == 0 && t->unsealed && t->path->domain->provider->over_sockets) kf_transfer_lose(t);
     kf_transfer_stop(engine, t, KF_END_FAILED, ECONNRESET, "the receiver is held to be lost");
   }
   kf_link_forget(engine, seat);

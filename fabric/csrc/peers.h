@@ -15,6 +15,7 @@ typedef struct {
   uint64_t carried_bytes;
   uint64_t progress_ns;      /* last completion, or post into silence */
   const char *cut;           /* why we have cut it under its writes in flight; NULL: we have not */
+  uint32_t breaks;           /* how often its connection was cut: what was not sealed by then never will be */
   uint64_t refused_ns;       /* when it last took no write; 0: it took the last one */
   uint64_t refused_since_ns; /* the first such time with nothing in flight */
 } kf_path;
@@ -35,9 +36,11 @@ struct kf_peer {
 };
 
 /* ---- peers.c ---- */
+bool kf_same_address(const kf_address_bytes *a, const kf_address_bytes *b);
 kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat,
                          kf_error *error);
 int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error);
+void kf_peers_cut(kf_engine *engine, kf_domain *domain, const kf_address_bytes *address);
 void kf_peers_forget(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat);
 void kf_peers_close(kf_engine *engine);
 const char *kf_peer_name(const kf_peer *peer, char *text, size_t room);
@@ -56,7 +59,12 @@ bool kf_path_rests(const kf_path *path);
 bool kf_path_usable(const kf_path *path);
 
 /* ---- sockets.c: the connections below them, over tcp and net ---- */
-int kf_sockets_abort(const kf_domain *domain, const kf_address_bytes *peer);
-int kf_sockets_keep_alive(const kf_domain *domain, uint64_t silence_ns);
+int kf_sockets_abort(kf_domain *domain, const kf_address_bytes *peer);
+int kf_sockets_keep_alive(kf_domain *domain, uint64_t silence_ns);
+
+/* ---- cuts.c ---- */
+void kf_cuts_add(kf_domain *domain, const kf_address_bytes *peer, int fd);
+bool kf_cuts_pending(kf_domain *domain, const kf_address_bytes *peer);
+void kf_cuts_close(kf_domain *domain);
 
 #endif

@@ -15,6 +15,7 @@
 #define RESERVE 4 /* one in so many writes is kept for transfers that have little left */
 
 static ssize_t post(const kf_transfer *t, const kf_path *path, const kf_batch *b, kf_write *write, bool seal) {
+  if (path->domain->cuts && kf_cuts_pending(path->domain, &t->plan.peer->addresses[path->remote])) return -FI_EAGAIN;
   struct fi_msg_rma message = {.msg_iov = b->local,
                                .desc = (void **)b->descriptors,
                                .iov_count = b->parts,
@@ -46,6 +47,7 @@ static void take_off(kf_engine *engine, kf_transfer *t, kf_path *path, kf_write 
   write->transfer = t;
   write->path = t->path = path;
   write->bytes = seal ? t->unsealed_bytes + bytes : 0;
+  if (t->unsealed == 0) t->breaks = path->breaks;
   t->unsealed_bytes = seal ? 0 : t->unsealed_bytes + bytes;
   t->unsealed = seal ? 0 : t->unsealed + 1;
   t->in_flight++;
@@ -203,6 +205,7 @@ static bool flush(kf_engine *engine, kf_transfer *t) {
 
 bool kf_post_turn(kf_engine *engine, kf_transfer *t) {
   if (t->by_link) return t->state == KF_POSTING && kf_local_turn(engine, t);
+  if (kf_transfer_is_cut_off(t)) return t->in_flight == 0 && kf_transfer_end_cut_off(engine, t);
   bool leaves = t->unsealed && !kf_path_usable(t->path) && kf_paths_left(t->plan.peer);
   if (t->state == KF_POSTING) return leaves ? flush(engine, t) : post_turn(engine, t);
   return t->state == KF_DRAINING && t->unsealed && flush(engine, t);

@@ -89,7 +89,7 @@ static bool cut(int fd) {
 }
 
 /* Returns for how many fds of this process `take` says yes. */
-static int each_fd(bool (*take)(int fd, const kf_domain *domain, const void *what), const kf_domain *domain, const void *what) {
+static int each_fd(bool (*take)(int fd, kf_domain *domain, const void *what), kf_domain *domain, const void *what) {
   DIR *folder = opendir("/proc/self/fd");
   int count = 0;
   if (!folder) return -errno;
@@ -99,14 +99,17 @@ static int each_fd(bool (*take)(int fd, const kf_domain *domain, const void *wha
   return count;
 }
 
-static bool cut_if_to(int fd, const kf_domain *domain, const void *peer) { return is_to(fd, domain, peer) && cut(fd); }
+static bool cut_if_to(int fd, kf_domain *domain, const void *peer) {
+  const kf_address_bytes *address = peer;
+  struct sockaddr_storage to = {0};
+  memcpy(&to, address->bytes, address->length < sizeof to ? address->length : sizeof to);
+  if (!is_to(fd, domain, (const struct sockaddr *)&to) || !cut(fd)) return false;
+  kf_cuts_add(domain, address, fd);
+  return true;
+}
 
 /* Cuts the domain's connections to a peer; libfabric sees them break, and ends their writes in errors. Returns how many. */
-int kf_sockets_abort(const kf_domain *domain, const kf_address_bytes *peer) {
-  struct sockaddr_storage to = {0};
-  memcpy(&to, peer->bytes, peer->length < sizeof to ? peer->length : sizeof to);
-  return each_fd(cut_if_to, domain, &to);
-}
+int kf_sockets_abort(kf_domain *domain, const kf_address_bytes *peer) { return each_fd(cut_if_to, domain, peer); }
 
 static bool listens(int fd, const kf_domain *domain) {
   struct sockaddr_storage near;
@@ -119,7 +122,7 @@ static bool listens(int fd, const kf_domain *domain) {
 }
 
 /* Probes where nothing was said last, a limit to retransmissions where a confirmation was. */
-static bool keep_alive(int fd, const kf_domain *domain, const void *silence_ms) {
+static bool keep_alive(int fd, kf_domain *domain, const void *silence_ms) {
   const int on = 1, most_ms = SILENCES * *(const int *)silence_ms, seconds = (*(const int *)silence_ms + 999) / 1000;
   return listens(fd, domain) && setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0 &&
          setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds) == 0 &&
@@ -129,7 +132,7 @@ static bool keep_alive(int fd, const kf_domain *domain, const void *silence_ms) 
 
 /* Connections to us are only read from: one from a host that vanished without a word would be kept for ever. They inherit
  * this from the socket that listens. Returns whether it was found, or a negative errno. */
-int kf_sockets_keep_alive(const kf_domain *domain, uint64_t silence_ns) {
+int kf_sockets_keep_alive(kf_domain *domain, uint64_t silence_ns) {
   const int silence_ms = (int)((silence_ns < LONGEST_NS ? silence_ns : LONGEST_NS) / 1000000u) + 1;
   return each_fd(keep_alive, domain, &silence_ms);
 }

@@ -102,6 +102,20 @@ void kf_transfer_lose(kf_transfer *transfer) {
   transfer->unsealed = 0;
 }
 
+/* Its connection was cut under writes that were not sealed: the next connection would confirm its own alone. */
+bool kf_transfer_is_cut_off(const kf_transfer *transfer) {
+  return transfer->unsealed && transfer->breaks != transfer->path->breaks;
+}
+
+bool kf_transfer_end_cut_off(kf_engine *engine, kf_transfer *transfer) {
+  char text[KF_TEXT], way[KF_WAY];
+  snprintf(text, sizeof text, "%s: connection cut before all writes were confirmed",
+           kf_path_name(transfer, transfer->path, way, sizeof way));
+  kf_transfer_lose(transfer);
+  kf_transfer_stop(engine, transfer, KF_END_FAILED, ECONNRESET, text);
+  return true;
+}
+
 /* Stops posting for good. An error that comes while draining turns any end into a failure; the first error is kept. */
 void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what) {
   kf_event *event = &transfer->node.event;

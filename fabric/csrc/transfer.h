@@ -27,6 +27,7 @@ struct kf_transfer {
   kf_path *path;            /* of the last write; it is kept to while `unsealed` */
   uint32_t unsealed;        /* writes posted after the last one whose completion means that it has landed */
   uint64_t unsealed_bytes;
+  uint32_t breaks; /* of the path, when the first of them was posted */
   bool ended; /* registry's lock: the last event is out, and all of this is fixed but `notify_fd` */
   int notify_fd; /* registry's lock: written to at the end; -1: nobody waits */
   uint64_t deadline_ns; /* 0: none, or it has passed */
@@ -45,6 +46,8 @@ void kf_transfer_move(kf_transfer *transfer, kf_state to);
 void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what);
 void kf_transfer_lose(kf_transfer *transfer);
+bool kf_transfer_is_cut_off(const kf_transfer *transfer);
+bool kf_transfer_end_cut_off(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer);
 
 /* ---- registry.c ---- */

@@ -52,3 +52,18 @@ def test_what_is_in_flight_to_it_fails(provider) -> None:
         assert "held to be lost" in failed.text
         assert engine.stats().in_flight_writes == 0
         other.kill()
+
+
+@pytest.mark.parametrize("provider", ["tcp", "net", "local"])
+def test_it_can_be_written_to_again_at_once(provider) -> None:
+    """What libfabric has not closed yet of the connection that was cut is waited for: no write fails by our own cut."""
+    pair, pages = rig.Pair(provider, layers=1), np.arange(5)
+    there = pair.receiver.addresses, pair.receiver.seat
+    for generation in range(1, 101):
+        with pair.sender.connect(*there) as peer:
+            chunk = pair.chunk(pages, pages, generation=generation, counter=None, first_value=0, peer=peer)
+            pair.sender.schedule_layers(chunk)
+        ended = rig.end_of(pair.sender)
+        assert ended.kind is EventKind.DONE, ended.text
+        pair.sender.forget(*there)
+    pair.close()

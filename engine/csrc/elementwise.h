@@ -45,10 +45,21 @@ static void rotate(const uint16_t *x, const uint16_t *cos, const uint16_t *sin, 
   }
 }
 
+static inline float widened(uint16_t x) {
+  uint32_t bits = (uint32_t)x << 16;
+  float y;
+  memcpy(&y, &bits, sizeof(y));
+  return y;
+}
+
 static void widen(const uint16_t *x, float *y, int64_t size) {
   int64_t i = 0;
   for (; i + LANES <= size; i += LANES) v_store(y + i, v_widen(x + i));
-  float part[LANES];
-  v_store(part, v_widen_part(x + i, size - i));
-  for (int64_t j = i; j < size; j++) y[j] = part[j - i];
+  for (; i < size; i++) y[i] = widened(x[i]);
+}
+
+static void add(uint16_t *x, const uint16_t *y, int64_t size) {
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) v_narrow(x + i, v_add(v_widen(x + i), v_widen(y + i)));
+  v_narrow_part(x + i, v_add(v_widen_part(x + i, size - i), v_widen_part(y + i, size - i)), size - i);
 }

@@ -8,6 +8,7 @@
 #include "level.h"
 
 #define OUTPUTS 48       /* outputs of a product that a thread takes at a time: their weights stay in its cache */
+#define MOST_SCORED 32   /* rows that are scored together */
 #define ELEMENTS 16384   /* fewer are not worth waking a thread */
 #define ATTENDED 524288  /* nor is attending to fewer, of keys by the elements of query heads: 60 us on one thread */
 
@@ -30,26 +31,58 @@ int kv_limit_level(int limit) {
   return used;
 }
 
+const KvLevel *kv_used_level(void) { return level; }
+
 int kv_level(void) { return level == &kv_avx512 ? 2 : level == &kv_avx2 ? 1 : kv_limit_level(2); }
 
-static int dealt(const void *x, uint16_t *y, const uint16_t *w, int64_t rows, int64_t outputs, int64_t inputs) {
-  int64_t tiles = (outputs + OUTPUTS - 1) / OUTPUTS;
-#pragma omp parallel for schedule(static)
-  for (int64_t t = 0; t < tiles; t++) {
-    int64_t end = (t + 1) * OUTPUTS < outputs ? (t + 1) * OUTPUTS : outputs;
-    level->few_rows(w, x, y, rows, outputs, inputs, t * OUTPUTS, end);
+/* A product in the form that its inputs have at the level that is used; of y and wide one is NULL. */
+typedef struct {
+  const uint16_t *w;
+  const void *x;
+  uint16_t *y;
+  float *wide;
+  int64_t rows, outputs, inputs;
+} Product;
+
+/* Outputs [first, first + n). */
+static void piece(const Product *p, int64_t first, int64_t n) {
+  uint16_t some[MOST_SCORED][OUTPUTS];
+  if (p->y) {
+    level->few_rows(p->w, p->x, p->y, p->rows, p->outputs, p->inputs, first, first + n);
+    return;
   }
+  for (int64_t r = 0; r < p->rows; r += MOST_SCORED) {
+    int64_t rows = p->rows - r < MOST_SCORED ? p->rows - r : MOST_SCORED;
+    const char *x = (const char *)p->x + r * p->inputs * (int64_t)(level->spread ? sizeof(float) : sizeof(uint16_t));
+    level->few_rows(p->w + first * p->inputs, x, some[0], rows, n, p->inputs, 0, n);
+    for (int64_t i = 0; i < rows; i++) level->widen(some[0] + i * n, p->wide + (r + i) * p->outputs + first, n);
+  }
+}
+
+static void dealt(const Product *p) {
+#pragma omp parallel for schedule(guided)
+  for (int64_t first = 0; first < p->outputs; first += OUTPUTS)
+    piece(p, first, p->outputs - first < OUTPUTS ? p->outputs - first : OUTPUTS);
+}
+
+static int multiply(Product p, const uint16_t *x) {
+  p.x = x;
+  if (!level->spread) return dealt(&p), 0;
+  float *spread = malloc((size_t)(p.rows * p.inputs) * sizeof(float));
+  if (!spread) return -1;
+  for (int64_t r = 0; r < p.rows; r++) level->spread(x + r * p.inputs, spread + r * p.inputs, p.inputs);
+  p.x = spread;
+  dealt(&p);
+  free(spread);
   return 0;
 }
 
 int kv_few_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs) {
-  if (!level->wide) return dealt(x, y, w, rows, outputs, inputs);
-  float *wide = malloc((size_t)(rows * inputs) * sizeof(float));
-  if (!wide) return -1;
-  level->widen(x, wide, rows * inputs);
-  dealt(wide, y, w, rows, outputs, inputs);
-  free(wide);
-  return 0;
+  return multiply((Product){.w = w, .y = y, .rows = rows, .outputs = outputs, .inputs = inputs}, x);
+}
+
+int kv_score(const uint16_t *w, const uint16_t *x, float *y, int64_t rows, int64_t outputs, int64_t inputs) {
+  return multiply((Product){.w = w, .wide = y, .rows = rows, .outputs = outputs, .inputs = inputs}, x);
 }
 
 void kv_rms_norm(const uint16_t *x, const uint16_t *w, uint16_t *y, int64_t tokens, int64_t heads, int64_t of_first,

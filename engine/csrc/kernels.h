@@ -19,6 +19,9 @@ int kv_limit_level(int level);
 /* y = x W^T, W [outputs][inputs], x [rows][inputs], y [rows][outputs]. Returns 0, or -1 without memory. */
 int kv_few_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs);
 
+/* The same, with y in float32, rounded to bfloat16 as well. */
+int kv_score(const uint16_t *w, const uint16_t *x, float *y, int64_t rows, int64_t outputs, int64_t inputs);
+
 /* y = x / rms(x) * w over vectors of `size`: x [tokens][heads][size] with tokens `stride` apart, y dense.
  * The first `of_first` heads take w[0], the others w[1], w [2][size]. x / rms(x) is rounded before it is multiplied. */
 void kv_rms_norm(const uint16_t *x, const uint16_t *w, uint16_t *y, int64_t tokens, int64_t heads, int64_t of_first,
@@ -49,6 +52,38 @@ void kv_append(const KvLayer *layer, const uint16_t *k, int64_t k_stride, const 
  * pages tables[t * width ...]; out is dense. head_dim is a multiple of 16, up to 256. */
 void kv_attend_rows(const KvLayer *layer, const uint16_t *q, int64_t stride, uint16_t *out, const int64_t *tables,
                     int64_t width, const int64_t *lens, int64_t tokens);
+
+/* Weights of a layer of grouped-query attention and a gated MLP, [outputs][inputs] each; norms are [inputs]. */
+typedef struct {
+  const uint16_t *attention_norm, *qkv;
+  const uint16_t *head_norm; /* of query heads and of key heads, [2][head_dim], or NULL */
+  const uint16_t *output, *mlp_norm, *gate_up, *down;
+} KvDense;
+
+/* Layers of the same sizes. */
+typedef struct {
+  const KvDense *layers;
+  int64_t hidden, heads, kv_heads, head_dim;
+  int64_t between; /* elements between the two halves of the MLP */
+  float eps, scale;
+} KvStack;
+
+/* A step's rows, each of which attends by itself. */
+typedef struct {
+  uint16_t *x; /* [rows][hidden], the residual stream */
+  int64_t rows;
+  const uint16_t *cos, *sin; /* as in kv_rotate */
+  uint16_t *pool;            /* pages of layer 0; the next layer's are layer_stride elements on */
+  int64_t layer_stride, page_size;
+  const int64_t *slots, *tables, *lens; /* as in kv_append and kv_attend_rows */
+  int64_t width;
+  const int64_t *opened; /* pages that are filled with zeros first */
+  int64_t opened_pages;
+} KvStep;
+
+/* Runs halves [first, end) of the layers: 2 l is the attention of layer l, 2 l + 1 its MLP, each on the norm of x and added
+ * to x. Feed-forwards alone need no more of a step than x and rows. Returns 0, or -1 without memory. */
+int kv_run_layers(const KvStack *stack, const KvStep *step, int64_t first, int64_t end);
 
 /* Elements of the work space that kv_attend_chunk needs for `len` tokens. */
 int64_t kv_chunk_work(const KvLayer *layer, int64_t len);

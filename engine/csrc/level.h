@@ -7,11 +7,14 @@
 #include "kernels.h"
 
 typedef struct {
-  /* Outputs [first, end) of the product; x is float32 where `wide`. */
+  /* Outputs [first, end) of the product; x is what `spread` makes of it where that is not NULL. */
   void (*few_rows)(const uint16_t *w, const void *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs,
                    int64_t first, int64_t end);
-  int wide;
+  /* A row in float32 and in the order that few_rows wants, or a part of it from a multiple of 16 on. NULL at AVX-512. */
+  void (*spread)(const uint16_t *x, float *y, int64_t size);
   void (*widen)(const uint16_t *x, float *y, int64_t size);
+  /* x += y. */
+  void (*add)(uint16_t *x, const uint16_t *y, int64_t size);
   void (*rms_norm)(const uint16_t *x, const uint16_t *w, uint16_t *y, int64_t size, float eps);
   void (*silu_times)(const uint16_t *gate, const uint16_t *up, uint16_t *y, int64_t size);
   void (*rotate)(const uint16_t *x, const uint16_t *cos, const uint16_t *sin, uint16_t *y, int64_t size);
@@ -30,5 +33,8 @@ typedef struct {
 #define KV_KEYS 64
 
 extern const KvLevel kv_avx2, kv_avx512;
+
+/* What kv_level has chosen. */
+const KvLevel *kv_used_level(void);
 
 #endif

@@ -6,6 +6,8 @@
 
 #include "vector.h"
 
+#include <string.h>
+
 #include "level.h"
 
 #include "attend_row.h"
@@ -14,8 +16,9 @@
 
 const KvLevel kv_avx2 = {
     .few_rows = few_rows,
-    .wide = 1,
+    .spread = spread,
     .widen = widen,
+    .add = add,
     .rms_norm = rms_norm,
     .silu_times = silu_times,
     .rotate = rotate,

@@ -19,8 +19,8 @@
 
 const KvLevel kv_avx512 = {
     .few_rows = few_rows,
-    .wide = 0,
     .widen = widen,
+    .add = add,
     .rms_norm = rms_norm,
     .silu_times = silu_times,
     .rotate = rotate,

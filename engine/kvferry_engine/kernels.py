@@ -26,8 +26,10 @@ class Kernels:
     def __init__(self, ffi: Any, lib: Any) -> None:  # noqa: ANN401 - cffi's own objects
         self._lib = lib
         self._cast = ffi.cast
-        self._new = ffi.new
+        self.new = ffi.new
+        """Make a structure of csrc/kernels.h, which Python owns."""
         self._bf16 = ffi.typeof("uint16_t *")
+        self._floats = ffi.typeof("float *")
         self._ints = ffi.typeof("int64_t *")
 
     @property
@@ -40,7 +42,18 @@ class Kernels:
         x = x.contiguous()
         (rows, inputs), outputs = x.shape, len(weight)
         y = torch.empty((rows, outputs), dtype=torch.bfloat16)
-        if self._lib.kv_few_rows(self._at(weight), self._at(x), self._at(y), rows, outputs, inputs):
+        if self._lib.kv_few_rows(self.at(weight), self.at(x), self.at(y), rows, outputs, inputs):
+            raise MemoryError
+        return y
+
+    def score(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return what `few_rows` does, in float32."""
+        x = x.contiguous()
+        (rows, inputs), outputs = x.shape, len(weight)
+        y = torch.empty((rows, outputs), dtype=torch.float32)
+        if self._lib.kv_score(
+            self.at(weight), self.at(x), self._cast(self._floats, y.data_ptr()), rows, outputs, inputs
+        ):
             raise MemoryError
         return y
 
@@ -52,29 +65,27 @@ class Kernels:
         (tokens, *within), size = x.shape[:-1], x.shape[-1]
         heads = within[0] if within else 1
         y = torch.empty(x.shape, dtype=torch.bfloat16)
-        self._lib.kv_rms_norm(
-            self._at(x), self._at(weights), self._at(y), tokens, heads, of_first, x.stride(0), size, eps
-        )
+        self._lib.kv_rms_norm(self.at(x), self.at(weights), self.at(y), tokens, heads, of_first, x.stride(0), size, eps)
         return y
 
     def silu_times(self, gate_up: torch.Tensor) -> torch.Tensor:
         """silu(gate) times up, one behind the other in [T, 2 F]: [T, F]."""
         rows, both = gate_up.shape
         y = torch.empty((rows, both // 2), dtype=torch.bfloat16)
-        self._lib.kv_silu_times(self._at(gate_up), self._at(y), rows, both // 2)
+        self._lib.kv_silu_times(self.at(gate_up), self.at(y), rows, both // 2)
         return y
 
     def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [T, heads, D], tokens and heads may lie apart, turned by cosines and signed sines [T, 1, D]; dense."""
         y = torch.empty(x.shape, dtype=torch.bfloat16)
-        at, (stride, head_stride, _) = self._at, x.stride()
+        at, (stride, head_stride, _) = self.at, x.stride()
         self._lib.kv_rotate(at(x), at(cos), at(sin), at(y), *x.shape[:2], stride, head_stride, x.shape[2])
         return y
 
     def layers(self, pool: torch.Tensor) -> Layers:
         """Layers of a pool [layer, page, kv head, K/V, token, D], which outlives what this returns."""
         kv_heads, _, page_size, head_dim = pool.shape[2:]
-        view = self._new("KvLayer *", (self._at(pool), kv_heads, page_size, head_dim, 1, head_dim**-0.5))
+        view = self.new("KvLayer *", (self.at(pool), kv_heads, page_size, head_dim, 1, head_dim**-0.5))
         first, stride = pool.data_ptr(), pool.stride(0) * pool.element_size()
 
         def layer(index: int, heads: int = kv_heads) -> Layer:
@@ -85,8 +96,8 @@ class Kernels:
 
     def append(self, layer: Layer, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor) -> None:
         """Write k and v [T, kv heads, D], whose tokens may lie apart, to `slots`, int64 [T]: page x size + place."""
-        at = self._at
-        self._lib.kv_append(layer, at(k), k.stride(0), at(v), v.stride(0), self._int(slots), len(slots))
+        at = self.at
+        self._lib.kv_append(layer, at(k), k.stride(0), at(v), v.stride(0), self.ints(slots), len(slots))
 
     def attend_rows(self, layer: Layer, q: torch.Tensor, tables: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
         """Attend from each of q [T, heads, D], tokens may lie apart, to the first `lens` tokens [T] of its `tables`.
@@ -95,7 +106,7 @@ class Kernels:
         """
         out = torch.empty(q.shape, dtype=torch.bfloat16)
         self._lib.kv_attend_rows(
-            layer, self._at(q), q.stride(0), self._at(out), self._int(tables), tables.shape[1], self._int(lens), len(q)
+            layer, self.at(q), q.stride(0), self.at(out), self.ints(tables), tables.shape[1], self.ints(lens), len(q)
         )
         return out
 
@@ -109,7 +120,7 @@ class Kernels:
         """
         out = torch.empty(q.shape, dtype=torch.bfloat16)
         self._lib.kv_attend_chunk(
-            layer, self._at(q), q.stride(0), self._at(out), self._int(table), start, len(q), self._at(work)
+            layer, self.at(q), q.stride(0), self.at(out), self.ints(table), start, len(q), self.at(work)
         )
         return out
 
@@ -117,10 +128,17 @@ class Kernels:
         """Work space for `attend_chunk` over so many tokens; all layers may share it."""
         return torch.empty(self._lib.kv_chunk_work(layer, kv_len), dtype=torch.bfloat16)
 
-    def _at(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - a cffi pointer
-        return self._cast(self._bf16, tensor.data_ptr())
+    def run_layers(self, stack: Any, step: Any, first: int, end: int) -> None:  # noqa: ANN401 - structures of cffi
+        """Run halves [first, end) of a KvStack's layers on the rows of a KvStep."""
+        if self._lib.kv_run_layers(stack, step, first, end):
+            raise MemoryError
 
-    def _int(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401
+    def at(self, tensor: torch.Tensor | None) -> Any:  # noqa: ANN401 - a cffi pointer
+        """Address of a tensor in bfloat16, which the caller keeps."""
+        return self._cast(self._bf16, 0 if tensor is None else tensor.data_ptr())
+
+    def ints(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401
+        """Address of a tensor of int64, which the caller keeps."""
         return self._cast(self._ints, tensor.data_ptr())
 
 

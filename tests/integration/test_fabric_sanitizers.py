@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "fabric" / "csrc"
+ENGINE = ROOT / "engine" / "csrc"
 TESTS = ROOT / "tests" / "csrc"
 SANITIZERS = {"address": "address,undefined", "thread": "thread"}
 PROGRAMS = [
@@ -15,6 +16,7 @@ PROGRAMS = [
     ("test_transfer", ()),
     ("test_health", ()),
     ("test_board", ()),
+    *(("test_team", (threads,)) for threads in ("2", "5")),
     ("fuzz_schedule", ("1", "100000")),
     *(("test_engine", (name,)) for name in ("tcp", "net", "shm", "local")),
     ("test_engine", ("tcp", "unordered")),
@@ -48,6 +50,7 @@ def programs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         "-fno-omit-frame-pointer",
         f"-I{CSRC}",
         f"-I{TESTS}",
+        f"-I{ENGINE}",
     ]
     flags += [f"-fsanitize={SANITIZERS[request.param]}", "-fno-sanitize-recover=all", "-pthread"]
     compiler([*flags, "-c", *map(str, sorted(CSRC.glob("*.c")))], folder)

@@ -57,6 +57,27 @@ class KernelPlan:
         """Whether the kernels take heads of the pool's size."""
         return pool.layout.head_dim % 16 == 0 and pool.layout.head_dim <= 256
 
+    @property
+    def by_rows(self) -> bool:
+        """Whether all tokens attend one by one."""
+        return not self._chunks
+
+    def step(self) -> dict[str, Any]:
+        """What a KvStep says of attention, where all tokens attend one by one; good for as long as the plan lives."""
+        assert self._few is not None
+        at, ints, pool = self._kernels.at, self._kernels.ints, self._pool.tensor
+        return {
+            "pool": at(pool),
+            "layer_stride": pool.stride(0),
+            "page_size": self._pool.layout.page_size,
+            "slots": ints(self._slots),
+            "tables": ints(self._few.tables),
+            "lens": ints(self._few.lens),
+            "width": self._few.tables.shape[1],
+            "opened": ints(self._opened),
+            "opened_pages": len(self._opened),
+        }
+
     def append_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [T, kv heads, D] to their places, in pages cleared of what an earlier owner left."""
         if len(self._opened):

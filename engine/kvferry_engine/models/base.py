@@ -65,7 +65,7 @@ class Model(ABC):
         self.check(batch, pool)
         rows = batch.logit_rows if logits and batch.wants_logits else None
         with torch.inference_mode():
-            hidden = self._forward(batch, pool, on_layer or _ignore, rows)
+            hidden = self._forward(batch, pool, on_layer or ignore, rows)
             return None if hidden is None else self.score(hidden)
 
     def hidden_states(
@@ -78,7 +78,7 @@ class Model(ABC):
         """
         self.check(batch, pool)
         with torch.inference_mode():
-            hidden = self._forward(batch, pool, on_layer or _ignore, rows)
+            hidden = self._forward(batch, pool, on_layer or ignore, rows)
         assert hidden is not None
         return hidden
 
@@ -115,5 +115,5 @@ class Model(ABC):
         batch.check_fits(vocab_size=config.vocab_size, max_positions=config.max_positions, pages=pool.pages)
 
 
-def _ignore(_layer: int) -> None:
-    return
+def ignore(_layer: int) -> None:
+    """What `on_layer` is where nobody asks for it."""

@@ -10,7 +10,8 @@ from kvferry_engine.batch import ForwardBatch
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.errors import ModelError
 from kvferry_engine.kv_pool import KVPool
-from kvferry_engine.models.base import Model, OnLayer
+from kvferry_engine.models.base import Model, OnLayer, ignore
+from kvferry_engine.models.dense_stack import DenseStack
 from kvferry_engine.models.layers import DecoderLayer
 from kvferry_engine.models.rope import Rope
 from kvferry_engine.models.vocabulary import Embedding, Head
@@ -36,6 +37,7 @@ class DecoderModel(Model):
         parameters = self.parameters
         self.embedding = Embedding(parameters, "model.embed_tokens.weight", config)
         self.layers = [self.build_layer(index, f"model.layers.{index}") for index in range(config.layers)]
+        self._stack = DenseStack.of(self.layers, config)
         self.norm = parameters.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else Embedding(parameters, "lm_head.weight", config)
         self.head = Head(head)
@@ -66,6 +68,9 @@ class DecoderModel(Model):
         plan = self.plan(batch, pool)
         turn = self.rope.at(batch.positions, self.dtype)
         x = self.embedding(batch.tokens)  # [T, E]
+        if self._stack is not None and on_layer is ignore and self._stack.takes(x, plan):
+            self._stack.attend(x, turn, plan)
+            return x
         for index, layer in enumerate(self.layers):
             x = layer.attend(index, x, turn, plan)
             on_layer(index)
@@ -74,5 +79,8 @@ class DecoderModel(Model):
         return x
 
     def _finish(self, x: torch.Tensor) -> torch.Tensor:
-        """Last feed-forward and final norm of rows of x [rows, E]."""
-        return self.norm(self.layers[-1].feed_forward(x))
+        """Last feed-forward and final norm of rows of x [rows, E], which are the caller's no more."""
+        if self._stack is None or not self._stack.finishes(x):
+            return self.norm(self.layers[-1].feed_forward(x))
+        self._stack.finish(x)
+        return self.norm(x)

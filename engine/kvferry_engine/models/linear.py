@@ -41,6 +41,11 @@ class Linear:
         self._reduce = reduce
         self._multiply = fastest(weight.dtype, weight.device.type)
 
+    @property
+    def plain(self) -> bool:
+        """Whether it is x W^T and no more."""
+        return self.bias is None and self._reduce is None
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map x [T, inputs] to [T, outputs]."""
         y = self._multiply(x, self.weight)
@@ -93,9 +98,14 @@ def _narrow(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def most_rows(kernels: Kernels) -> int:
+    """Rows up to which our own kernel multiplies."""
+    return FUSED_ROWS_AVX512 if kernels.level == AVX512 else FUSED_ROWS
+
+
 def _few_or(kernels: Kernels, many: Multiply) -> Multiply:
     """Few rows by our own kernel, more of them by `many`."""
-    most = FUSED_ROWS_AVX512 if kernels.level == AVX512 else FUSED_ROWS
+    most = most_rows(kernels)
 
     def multiply(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return kernels.few_rows(x, weight) if len(x) <= most else many(x, weight)

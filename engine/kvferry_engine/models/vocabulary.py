@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional
 
 from kvferry_engine.config import ModelConfig
-from kvferry_engine.models.linear import Linear
+from kvferry_engine.kernels import kernels_for
+from kvferry_engine.models.linear import Linear, most_rows
 from kvferry_engine.models.parameters import Parameters
 
 
@@ -36,10 +37,13 @@ class Head:
 
     def __init__(self, table: Embedding) -> None:
         self._linear = Linear(table.table)
+        self._kernels = kernels_for(table.table.dtype, table.table.device)
         self._group, self._vocab_size = table.group, table.tokens.whole
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor | None:
         """Score x [B, E]; returns float32 [B, V] on the first rank, None on the others."""
+        if self._group is None and self._kernels is not None and len(x) <= most_rows(self._kernels):
+            return self._kernels.score(x, self._linear.weight)
         logits = self._linear(x)
         if self._group is None:
             return logits.float()

@@ -7,6 +7,7 @@ import torch
 
 from kvferry_engine.models.linear import Linear
 from kvferry_engine.models.norms import RmsNorm
+from kvferry_engine.models.weight_memory import WeightMemory
 from kvferry_engine.shard import ALONE, Cut, Shard, uncut
 
 Size = int | Cut
@@ -41,6 +42,7 @@ class Parameters:
         self.dtype = dtype
         self.device = device
         self.shard = shard
+        self._memory = WeightMemory() if device == "cpu" else None
         self.targets: dict[str, torch.Tensor] = {}
         """Checkpoint name -> the view that its tensor is copied into."""
         self.slices: dict[str, Slice] = {}
@@ -61,7 +63,8 @@ class Parameters:
 
     def table(self, name: str, rows: Cut, columns: int, *, height: int) -> torch.Tensor:
         """Allocate [height, columns], the first rows of which are `rows` of the checkpoint tensor, the others zeros."""
-        value = torch.zeros((height, columns), dtype=self.dtype, device=self.device)
+        value = self._empty(height, columns)
+        value[rows.size :].zero_()
         self._place(name, value[: rows.size], (rows, uncut(columns)))
         return value
 
@@ -108,6 +111,8 @@ class Parameters:
         return RmsNorm(self.tensor(f"{name}.weight", size), eps)
 
     def _empty(self, *shape: int) -> torch.Tensor:
+        if self._memory is not None:
+            return self._memory.zeros(shape, self.dtype)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def _place(self, name: str, value: torch.Tensor, cuts: tuple[Cut, ...]) -> None:

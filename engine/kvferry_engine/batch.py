@@ -129,17 +129,18 @@ class ForwardBatch:
 
 def _page_table(slices: Sequence[SequenceSlice], q_lens: Ints, starts: Ints, needed: Ints) -> Ints:
     """Pages of each sequence that hold its tokens after this step, [B, most pages]."""
-    rows = []
-    for index, piece in enumerate(slices):
+    table = np.empty((len(slices), int(needed.max())), dtype=np.int64)
+    for index, (piece, count) in enumerate(zip(slices, needed.tolist(), strict=True)):
         if q_lens[index] == 0 or starts[index] < 0:
             msg = f"sequence {index} runs {q_lens[index]} tokens from position {starts[index]}"
             raise BatchError(msg)
-        pages = np.asarray(piece.pages[: needed[index]], dtype=np.int64)
-        if len(pages) < needed[index]:
-            msg = f"sequence {index} has {len(pages)} pages and needs {needed[index]}"
+        pages = piece.pages[:count]
+        if len(pages) < count:
+            msg = f"sequence {index} has {len(pages)} pages and needs {count}"
             raise BatchError(msg)
-        rows.append(np.pad(pages, (0, int(needed.max()) - len(pages)), constant_values=pages[0]))
-    return np.stack(rows)
+        table[index, :count] = pages
+        table[index, count:] = pages[0]
+    return table
 
 
 def _logit_rows(slices: Sequence[SequenceSlice], ends: Ints, q_lens: Ints) -> Ints:

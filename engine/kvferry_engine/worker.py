@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from kvferry_fabric import LayerCounter, MemoryRegion, TransferEngine
+from kvferry_fabric import FabricError, LayerCounter, MemoryRegion, TransferEngine
 from kvferry_node.logs import get_logger
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
@@ -112,8 +112,19 @@ class Worker(Stepping):
             self.warm_up()
 
     def register(self) -> list[MemoryRegion]:
-        """Register every rank's KV pool, each under a new key; whoever asked closes them, or the fabric at its end."""
-        return [self.fabric.register(pool.registered) for pool in self.pools]
+        """Register every rank's KV pool, each under a new key; whoever asked closes them, or the fabric at its end.
+
+        Raises FabricError, and registers none, if one is refused.
+        """
+        regions: list[MemoryRegion] = []
+        try:
+            for pool in self.pools:
+                regions.append(self.fabric.register(pool.registered))  # noqa: PERF401  # those before the refused one
+        except FabricError:
+            for region in regions:
+                region.close()
+            raise
+        return regions
 
     async def compute(self, work: Callable[[], T]) -> T:
         """Run `work` in the forward thread, one at a time, while the event loop goes on.

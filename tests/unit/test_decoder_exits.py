@@ -57,6 +57,8 @@ class Fabric:
         self.armed = set()
         self.regions = 0
         self.copying = False
+        self.full = False
+        """Whether what is registered can't be registered once more."""
 
     def expect(self, slot, generation, _arrivals):
         assert (slot, generation) not in self.armed
@@ -66,6 +68,9 @@ class Fabric:
         self.armed.discard((slot, generation))
 
     def register(self):
+        if self.full and self.regions:
+            text = "no memory may be locked any more"
+            raise FabricError(text, errno.ENOMEM)
         self.regions += 1
         return [SimpleNamespace(descriptor=None, close=self._close)]
 
@@ -217,7 +222,11 @@ class World:
 
     def checked(self, number):
         if self.checks:
-            self.checks.pop(number % len(self.checks)).set_result(None)
+            done = self.checks.pop(number % len(self.checks))
+            if number % 5 == 4:
+                done.set_exception(RuntimeError("the GPU is gone"))
+            else:
+                done.set_result(None)
 
     def drop_router(self, number):
         if number % 8 == 0:
@@ -304,10 +313,13 @@ class World:
         self.service._sweep(lambda ref: True)
 
     def trouble(self, number):
-        if number % 2:
-            self.unreachable = not self.unreachable
-        else:
-            self.fabric.copying = not self.fabric.copying
+        match number % 3:
+            case 0:
+                self.unreachable = not self.unreachable
+            case 1:
+                self.fabric.copying = not self.fabric.copying
+            case 2:
+                self.fabric.full = not self.fabric.full
 
     # --- what must hold ---
 

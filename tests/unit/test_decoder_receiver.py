@@ -19,6 +19,8 @@ class FakeFabric:
     def __init__(self):
         self.armed = set()
         self.regions = []
+        self.room = 100
+        """Regions that may be registered at once."""
 
     def expect(self, slot, generation, pages):
         assert slot not in {number for number, _ in self.armed}
@@ -29,6 +31,9 @@ class FakeFabric:
         self.armed.remove((slot, generation))
 
     def register(self):
+        if len(self.regions) + 2 > self.room:
+            text = "no memory may be locked any more"
+            raise FabricError(text, errno.ENOMEM)
         both = [FakeRegion(self), FakeRegion(self)]
         self.regions += both
         return both
@@ -162,6 +167,29 @@ def test_pages_stay_in_quarantine_while_a_lost_prefiller_may_be_in_the_middle_of
     first.refuses = 0
     receiver.close_revoked()
     assert (allocator.quarantined_pages, receiver.slots.held, len(fabric.regions)) == (0, 0, 2)
+
+
+def test_a_pool_that_cannot_be_registered_twice_waits_for_its_old_key_to_be_closed(receiver, allocator, fabric):
+    lost, healthy = receiver.expect("a", ALICE, 8), receiver.expect("b", BOB, 8)
+    receiver.abandon(lost, allocator.allocate(5))
+    fabric.room = 2
+    receiver.revoke([lost])
+    assert not receiver.can_expect(), "a lost prefiller knows the only key"
+    assert receiver.transfers == [lost, healthy]
+    receiver.arrived(healthy)
+    assert receiver.can_expect()
+    assert (allocator.quarantined_pages, receiver.slots.held, len(fabric.regions)) == (0, 0, 2)
+    assert receiver.expect("c", BOB, 8).key.regions == fabric.regions
+
+
+def test_context_slots_that_cannot_be_registered_leave_no_registration(fabric, allocator):
+    def refuse():
+        text = "no memory may be locked any more"
+        raise FabricError(text, errno.ENOMEM)
+
+    with pytest.raises(FabricError):
+        Receiver(fabric, fabric.register, allocator, SlotPool(4), refuse)
+    assert fabric.regions == []
 
 
 def test_a_key_that_cannot_be_closed_for_another_reason_is_an_error(receiver, allocator):

@@ -10,7 +10,7 @@ hears of it, so no arrival is ever early, and it ends in one of three ways:
 In quarantine the slot's counter is off, and slot and pages stay out of use: a late write can still land there. The
 way out is the prefiller's word that nothing is in flight, or, if the prefiller is gone, the end of the memory key
 that it was given: the pool is registered again under a new key for new transfers, and the old key is closed when
-the last healthy transfer that uses it is over.
+the last healthy transfer that uses it is over. If the pool can't be registered twice, new transfers wait for that.
 """
 
 import enum
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 from kvferry_engine.allocator import PageAllocator
 from kvferry_fabric import Fabric, FabricError, RegionHandle
+from kvferry_node.logs import Throttle, get_logger
 from kvferry_node.states import StateMachine
 from kvferry_proto.nodes import NodeRef, Peer
 
@@ -103,6 +104,7 @@ class Receiver:
         self._register_context = register_context
         self._allocator = allocator
         self.slots = slots
+        self._throttle = Throttle(5.0)
         self._key = self._new_key()
         self._revoked: list[MemoryKey] = []
         self._by_slot: dict[int, Transfer] = {}
@@ -113,8 +115,8 @@ class Receiver:
         return list(self._by_slot.values())
 
     def can_expect(self) -> bool:
-        """Whether a slot is free."""
-        return self.slots.can_draw()
+        """Whether a slot is free, and there is a key that a prefiller may be told."""
+        return self.slots.can_draw() and not self._key.revoked
 
     def expect(self, request_id: str, peer: Peer, arrivals: int) -> Transfer:
         """Draw a slot and arm it for `arrivals` page arrivals; then, not before, may `peer` be told."""
@@ -154,12 +156,28 @@ class Receiver:
             if not transfer.key.revoked:
                 transfer.key.revoked = True
                 self._revoked.append(transfer.key)
-        if self._key.revoked:
-            self._key = self._new_key()
+        self._renew()
         self.close_revoked()
 
+    def _renew(self) -> None:
+        """Have a key for new transfers; none, for now, if the pool can't be registered beside its old one."""
+        if not self._key.revoked:
+            return
+        try:
+            self._key = self._new_key()
+        except FabricError as error:
+            if (held := self._throttle.passes("register")) is not None:
+                get_logger().warning("no memory key: prefillers are not asked for now", why=str(error), held_back=held)
+
     def _new_key(self) -> MemoryKey:
-        return MemoryKey(self._register(), self._register_context() if self._register_context is not None else None)
+        key = MemoryKey(self._register())
+        if self._register_context is not None:
+            try:
+                key.context = self._register_context()
+            except FabricError:
+                _close(key)
+                raise
+        return key
 
     def _release(self, transfer: Transfer) -> None:
         transfer.machine.move(TransferState.OVER)
@@ -172,7 +190,7 @@ class Receiver:
             self.close_revoked()
 
     def close_revoked(self) -> None:
-        """Close the revoked keys that no healthy transfer needs; to be called again now and then.
+        """Close the revoked keys that no healthy transfer needs, and have a new one; to be called again now and then.
 
         A key stays, and with it the quarantine, while a lost prefiller on this host is stopped in the middle of a copy:
         once it runs again it may write the rest of that piece.
@@ -181,6 +199,7 @@ class Receiver:
             # Looked at one by one: releasing the transfers of a key comes back here, and may close the others.
             if key in self._revoked and all(transfer.lost for transfer in key.transfers) and _close(key):
                 self._end(key)
+        self._renew()
 
     def _end(self, key: MemoryKey) -> None:
         self._revoked.remove(key)

@@ -7,6 +7,7 @@ from kvferry_engine.checksums import first_difference, written
 from kvferry_engine.context_slots import state_checksum
 from kvferry_engine.worker import Worker
 from kvferry_engine.worker_metrics import WorkerMetrics
+from kvferry_node.logs import get_logger
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 
@@ -51,7 +52,11 @@ class Verifier:
     async def _check(self, incoming: Incoming) -> None:
         request, theirs = incoming.request, incoming.checksums or Int32s()
         pages = lacking(request, self._worker.layout)
-        mine = await self._worker.checksums(pages, written(incoming.pieces))
+        try:
+            mine = await self._worker.checksums(pages, written(incoming.pieces))
+        except Exception as error:  # noqa: BLE001  # whatever it is, nothing else ends the request
+            self._unreadable(request, error)
+            return
         if request.state is not State.RECEIVING:
             return
         difference = first_difference(mine, theirs, len(pages), request.held) or _context_difference(incoming)
@@ -60,6 +65,13 @@ class Verifier:
             self._on_equal(incoming)
         else:
             self._on_failure(request, self._error(incoming, difference))
+
+    def _unreadable(self, request: Request, why: Exception) -> None:
+        get_logger().exception("pages can't be verified", exc_info=why)
+        if request.state is State.RECEIVING:
+            text = f"the KV that came can't be verified: {why}"
+            error = RequestError(code=ErrorCode.INTERNAL, message=text, phase=Phase.TRANSFER, node=self._name)
+            self._on_failure(request, error)
 
     def _error(self, incoming: Incoming, difference: str) -> RequestError:
         text = f"KV from prefiller {incoming.transfer.peer.ref.id} is not what it sent: {difference}"

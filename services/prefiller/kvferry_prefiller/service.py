@@ -144,8 +144,14 @@ class PrefillerService(WorkerService[Key, Request]):
         task.add_done_callback(self._reports.discard)
 
     async def _checksum(self, request: Request) -> None:
-        pages = request.pages[request.order.first_page :]
-        checksums, contexts = await self._worker.checksums(pages, sent(request.pieces)), self._sender.contexts
+        pages, contexts = request.pages[request.order.first_page :], self._sender.contexts
+        checksums = Int32s()
+        try:
+            checksums = await self._worker.checksums(pages, sent(request.pieces))
+        except Exception as error:  # noqa: BLE001  # whatever it is, nothing else ends the request
+            self._log.exception("checksums can't be taken", exc_info=error)
+            request.failure = self._error(ErrorCode.INTERNAL, f"checksums can't be taken: {error}", Phase.TRANSFER)
+            self.scheduler.stop(request)
         self._release(request, checksums, None if contexts is None else contexts.checksum(request))
 
     def _release(self, request: Request, checksums: Int32s, context_checksum: int | None) -> None:

@@ -20,7 +20,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parts", default=",".join(PARTS), help=f"which measurements: {','.join(PARTS)}")
     parser.add_argument("--case", default="", help='throughput cases whose name has this in it, as "4096-scattered"')
     parser.add_argument("--mib", type=int, default=256, help="memory that a round of a throughput case moves")
-    parser.add_argument("--rounds", type=int, default=9, help="rounds of each side, in turns")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=9,
+        help="rounds of each side, in turns; streams make as many as share out evenly over their connections",
+    )
     return parser.parse_args()
 
 
@@ -33,7 +38,7 @@ def results(options: argparse.Namespace, program: Path) -> Iterator[dict[str, An
             yield from stream.measure_all(stream.Setting(program, provider, size, rounds), options.case)
     singles: list[tuple[str, Callable[[str], dict[str, Any]]]] = [
         ("ping", lambda name: latency.measure_ping(program, name, rounds)),
-        ("ping", lambda name: latency.measure_ping(program, name, rounds, gap=0.001)),
+        ("ping", lambda name: latency.measure_ping(program, name, rounds, pause=0.001)),
         ("post", lambda name: latency.measure_posting(name, 0.0002)),
         ("post", lambda name: latency.measure_posting(name, 0.002)),
         ("small", lambda name: latency.measure_fairness(name, size)),

@@ -1,12 +1,13 @@
 /* What libfabric itself can do on this machine: one process writes pages with immediates into another's memory, and
  * nothing else. bench_fabric.py builds it and holds the fabric against it.
  *
- *   fabric_limit PROVIDER stream PAGE_BYTES PAGES DEPTH PAGES_PER_WRITE
- *   fabric_limit PROVIDER ping   PAGE_BYTES COUNT 1     1
+ *   fabric_limit PROVIDER stream PAGE_BYTES PAGES DEPTH PAGES_PER_WRITE 0
+ *   fabric_limit PROVIDER ping   PAGE_BYTES COUNT 1     1               PAUSE_US
  *
  * PROVIDER is libfabric's name. It connects, writes everything once, checks every byte at the receiver, and prints
  * {"ready": true}. Then each line on stdin runs one round: {"seconds": ...} from the first write to the moment when both
- * sides have seen the last completion, or {"median_us": ...} from a write to its immediate. It ends with stdin. */
+ * sides have seen the last completion, or {"median_us": ...} from a write to its immediate; between two both sides wait,
+ * awake, for so many us. It ends with stdin. */
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -61,7 +62,7 @@ typedef struct {
   int from_peer, to_peer;
   const char *provider;
   bool ping;
-  uint64_t page, pages, depth, gather;
+  uint64_t page, pages, depth, gather, pause_us;
 } side;
 
 static uint64_t now_ns(void) {
@@ -169,6 +170,11 @@ static void wait_received(side *s, uint64_t count) {
   while (atomic_load(&s->both->received) < count) (void)read_queue(s, &ignored); /* the receiver may need our progress */
 }
 
+static void pause_awake(side *s) {
+  uint64_t end = now_ns() + s->pause_us * 1000, ignored;
+  while (now_ns() < end) (void)read_queue(s, &ignored);
+}
+
 static uint64_t ops_of(const side *s) { return s->ping ? s->pages : s->pages / s->gather; }
 
 static int compare(const void *a, const void *b) {
@@ -187,6 +193,7 @@ static void send_round(side *s, struct fi_context *contexts) {
   }
   static uint64_t taken[MOST_PINGS];
   for (uint64_t i = 0; i < count; i++) {
+    pause_awake(s);
     atomic_store(&s->both->sent_ns[i], now_ns());
     while (post(s, i, &contexts[0]) == -FI_EAGAIN) (void)read_queue(s, &ignored);
     uint64_t done = 0;
@@ -254,9 +261,10 @@ static void run_sender(side *s) {
 }
 
 int main(int argc, char **argv) {
-  if (argc != 7) return 2;
+  if (argc != 8) return 2;
   side s = {.provider = argv[1], .ping = strcmp(argv[2], "ping") == 0, .page = strtoull(argv[3], NULL, 0),
-            .pages = strtoull(argv[4], NULL, 0), .depth = strtoull(argv[5], NULL, 0), .gather = strtoull(argv[6], NULL, 0)};
+            .pages = strtoull(argv[4], NULL, 0), .depth = strtoull(argv[5], NULL, 0), .gather = strtoull(argv[6], NULL, 0),
+            .pause_us = strtoull(argv[7], NULL, 0)};
   if (!s.page || !s.pages || (s.pages & (s.pages - 1)) || !s.depth || !s.gather || s.gather > VECTORS || s.pages % s.gather ||
       (s.ping && s.pages > MOST_PINGS))
     return 2;

@@ -59,10 +59,12 @@ class Limit:
 class Raw(Limit):
     """Plain libfabric."""
 
-    def __init__(self, program: Path, provider: str, mode: str, *, page: int, pages: int, depth: int) -> None:
+    def __init__(
+        self, program: Path, provider: str, mode: str, *, page: int, pages: int, depth: int, pause_us: int = 0
+    ) -> None:
         """Write `pages` pages of so many bytes a round, one in a write, with `depth` writes in flight."""
         name = LIBFABRIC_NAMES.get(provider, provider)
-        super().__init__([str(program), name, mode, *(str(number) for number in (page, pages, depth, 1))])
+        super().__init__([str(program), name, mode, *(str(number) for number in (page, pages, depth, 1, pause_us))])
 
 
 class Copy(Limit):

@@ -132,6 +132,16 @@ async def pong(engine: TransferEngine, count: int) -> dict[str, list[int]]:
     return {"counted": counted, "called": called}
 
 
+def arrivals(engine: TransferEngine, count: int) -> list[int]:
+    """When each of the slots up to `count` got its page; disarms them. Times are monotonic ns."""
+    events: list[Event] = []
+    while len(events) < count:
+        events += wait_events(engine)
+    for slot in range(count):
+        engine.disarm(slot, 0)
+    return [event.last_arrival_ns for event in sorted(events, key=lambda event: event.slot)]
+
+
 def obey(engine: TransferEngine, memory: np.ndarray, words: list[Any]) -> object:
     match words:
         case ["arm", generation, pages]:
@@ -144,6 +154,12 @@ def obey(engine: TransferEngine, memory: np.ndarray, words: list[Any]) -> object
             return event.last_arrival_ns
         case ["check", page, run, pages]:
             return check(memory, page, run, pages)
+        case ["arm each", count]:
+            for slot in range(count):
+                engine.expect(slot, 0, 1)
+            return True
+        case ["arrivals", count]:
+            return arrivals(engine, count)
         case ["pong", count]:
             return asyncio.run(pong(engine, count))
     msg = f"{words} is no command"

@@ -4,7 +4,8 @@
  * know that: the last write of every turn (the seal) completes when it is in the target's memory, and then so are those
  * before it; those complete as soon as their source may be reused, which spares an acknowledgement each. The queue is
  * not read within a turn, so no new connection can slip in between a write and its seal: if the connection is lost, so
- * is the seal, and the transfer fails. Where writes land in any order, every write is its own seal. */
+ * is the seal, and the transfer fails. Where writes land in any order, every write is its own seal. A small write that its
+ * caller posts goes without one, and flush.c seals it in the thread's next round, before the queue is read. */
 #include "internal.h"
 
 #include <stdio.h>
@@ -42,7 +43,7 @@ static ssize_t post_with_faults(kf_engine *engine, const kf_transfer *t, const k
 }
 
 /* A write is out: it holds the bytes that have landed once it completes. */
-static void take_off(kf_engine *engine, kf_transfer *t, kf_path *path, kf_write *write, uint64_t bytes, bool seal) {
+void kf_post_take_off(kf_engine *engine, kf_transfer *t, kf_path *path, kf_write *write, uint64_t bytes, bool seal) {
   engine->free_writes = write->next;
   write->transfer = t;
   write->path = t->path = path;
@@ -144,16 +145,18 @@ static kf_path *path_of(kf_engine *engine, const kf_transfer *t) {
   return t->unsealed ? t->path : kf_paths_choose(engine, t->plan.peer);
 }
 
-static bool post_turn(kf_engine *engine, kf_transfer *t) {
+/* `hurry`: the last write of the turn is not to wait for its seal, where that can follow it. */
+static bool post_turn(kf_engine *engine, kf_transfer *t, bool hurry) {
   kf_path *path = path_of(engine, t);
   const kf_domain *domain = path->domain;
+  bool seal_later = hurry && kf_flush_may_follow(t, path);
   uint32_t posted = 0;
   uint64_t bytes = 0;
   kf_batch b;
   for (bool more = true; more && window_open(engine, t, domain, 0, 0) && !kf_post_held_back(engine, t);) {
     kf_batch_fill(engine, t, path, &b);
     more = turn_goes_on(engine, t, domain, &b, posted, bytes);
-    bool seal = !more || !domain->ordered;
+    bool seal = (!more && !seal_later) || !domain->ordered;
     kf_write *write = engine->free_writes;
     uint64_t now = posted ? 0 : kf_now(); /* before: over sockets the call itself sends */
     if (!now && t->post_ns && t->post_ns[t->layer] == 0) now = kf_now();
@@ -169,7 +172,7 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
       if (!kf_paths_left(t->plan.peer)) fail(engine, t, path, (int)-rc); /* else it goes another way: it has not left */
       return true;
     }
-    take_off(engine, t, path, write, b.bytes, seal);
+    kf_post_take_off(engine, t, path, write, b.bytes, seal);
     kf_post_account(engine, t, &b, now);
     posted++;
     bytes += b.bytes;
@@ -178,37 +181,17 @@ static bool post_turn(kf_engine *engine, kf_transfer *t) {
   return posted > 0;
 }
 
-/* A transfer was stopped in the middle of a turn. Its first byte, written once more behind all that was posted, tells
- * when that has landed; it carries no immediate. (A write of nothing would do, but shm 1.17 never completes one.) */
-static bool flush(kf_engine *engine, kf_transfer *t) {
-  kf_path *path = t->path;
-  if (path->domain->in_flight >= engine->options.window) return false;
-  kf_write *write = engine->free_writes;
-  kf_batch first;
-  kf_batch_first(t, path, &first);
-  struct iovec local = {first.local[0].iov_base, 1};
-  struct fi_rma_iov remote = {first.remote[0].addr, 1, first.remote[0].key};
-  struct fi_msg_rma message = {.msg_iov = &local, .desc = first.descriptors, .iov_count = 1, .addr = path->address,
-                               .rma_iov = &remote, .rma_iov_count = 1, .context = &write->context};
-  ssize_t rc = fi_writemsg(path->domain->ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
-  if (rc == 0) {
-    take_off(engine, t, path, write, 0, true);
-    return true;
-  }
-  if (rc == -FI_EAGAIN && !kf_post_stalled_too_long(engine, t)) return false;
-  kf_path_cut(engine, path, t->plan.peer, "the receiver takes nothing"); /* what a socket still holds is not to land either */
-  kf_transfer_lose(t);
-  kf_transfer_stop(engine, t, KF_END_FAILED, rc == -FI_EAGAIN ? FI_ETIMEDOUT : (int)-rc,
-                   "the receiver does not confirm what was written: it has died, or its connection is lost");
-  return true;
-}
-
 bool kf_post_turn(kf_engine *engine, kf_transfer *t) {
   if (t->by_link) return t->state == KF_POSTING && kf_local_turn(engine, t);
   if (kf_transfer_is_cut_off(t)) return t->in_flight == 0 && kf_transfer_end_cut_off(engine, t);
   bool leaves = t->unsealed && !kf_path_usable(t->path) && kf_paths_left(t->plan.peer);
-  if (t->state == KF_POSTING) return leaves ? flush(engine, t) : post_turn(engine, t);
-  return t->state == KF_DRAINING && t->unsealed && flush(engine, t);
+  if (t->state == KF_POSTING) return leaves ? kf_flush(engine, t) : post_turn(engine, t, false);
+  return t->state == KF_DRAINING && t->unsealed && kf_flush(engine, t);
+}
+
+void kf_post_at_once(kf_engine *engine, kf_transfer *t) {
+  if (t->state != KF_POSTING) return;
+  (void)(t->by_link ? kf_local_turn(engine, t) : post_turn(engine, t, true));
 }
 
 /* To the end of the line. */

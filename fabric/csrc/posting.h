@@ -38,11 +38,17 @@ void kf_batch_first(const kf_transfer *transfer, const kf_path *path, kf_batch *
 
 /* ---- post.c ---- */
 bool kf_post_turn(kf_engine *engine, kf_transfer *transfer);
+void kf_post_at_once(kf_engine *engine, kf_transfer *transfer);
 bool kf_post_round(kf_engine *engine);
+void kf_post_take_off(kf_engine *engine, kf_transfer *transfer, kf_path *path, kf_write *write, uint64_t bytes, bool seal);
 void kf_post_account(kf_engine *engine, kf_transfer *transfer, const kf_batch *batch, uint64_t now_ns);
 void kf_post_advance(kf_engine *engine, kf_transfer *transfer, const kf_batch *batch);
 bool kf_post_stalled_too_long(kf_engine *engine, kf_transfer *transfer);
 bool kf_post_held_back(kf_engine *engine, const kf_transfer *transfer);
+
+/* ---- flush.c ---- */
+bool kf_flush_may_follow(const kf_transfer *transfer, const kf_path *path);
+bool kf_flush(kf_engine *engine, kf_transfer *transfer);
 
 /* ---- complete.c ---- */
 bool kf_complete_round(kf_engine *engine);

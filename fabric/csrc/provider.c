@@ -12,7 +12,8 @@
 
 /* A write over tcp is complete, by itself, once its bytes are in a socket buffer. From there they may still reach the
  * target after a cancel was confirmed, and a write that the target refuses looks like a success. So post.c asks for
- * FI_DELIVERY_COMPLETE: of every write, or, where writes to one peer land in order (FI_ORDER_WAW), of the last in a turn.
+ * FI_DELIVERY_COMPLETE: of every write, or, where writes to one peer land in order (FI_ORDER_WAW), of the last in a turn,
+ * or of an empty one behind it (flush.c).
  * efa's datagrams take many paths; verbs would keep the order, on its reliable connections, but has not been tried.
  *
  * A small write waits behind what is outstanding. Over tcp, 64 KiB beside 2 GiB took 148, 158, 205, 373, 734 us with windows

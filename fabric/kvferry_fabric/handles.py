@@ -30,9 +30,15 @@ class _Handle:
             raise FabricError(msg)
         return self._handle
 
-    def is_of(self, native: NativeEngine) -> bool:
-        """Whether this engine gave it out."""
-        return self._native is native
+    def of(self, native: NativeEngine) -> Any:  # noqa: ANN401 - a cdata pointer
+        """The C object. Raises FabricError if this is closed, or was not given out by this engine.
+
+        Whether the engine is closed is not looked at: who calls it asks for its pointer.
+        """
+        if self._native is not native:
+            msg = f"this is no {self.what} of this engine"
+            raise FabricError(msg)
+        return self.handle if self._handle is None else self._handle
 
     def close(self) -> None:
         """Give it back. Raises FabricError, and stays open, while a transfer still needs it."""
@@ -64,8 +70,8 @@ H = TypeVar("H", bound=_Handle)
 
 def own(native: NativeEngine, handle: object, kind: type[H]) -> Any:  # noqa: ANN401 - a cdata pointer
     """The C object of a handle. Raises FabricError if it is closed, or was not given out by this engine."""
-    if isinstance(handle, kind) and handle.is_of(native):
-        return handle.handle
+    if isinstance(handle, kind):
+        return handle.of(native)
     msg = f"this is no {kind.what} of this engine"
     raise FabricError(msg)
 

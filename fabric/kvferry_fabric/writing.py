@@ -31,7 +31,8 @@ class Writing(Listening):
         self.provider = provider
         """Whose addresses and keys these are."""
         self._trace = trace
-        self._remotes = Remotes(native)
+        self._remotes = Remotes(native, provider)
+        self._error = native.new_error()  # the lock's; made once, as that takes a tenth of a call
 
     def schedule_layers(self, chunk: ChunkSchedule, *, deadline: float | None = None) -> Transfer:
         """Register a chunk: each layer's pages are written once its counter says so.
@@ -41,9 +42,9 @@ class Writing(Listening):
         before anything is posted, if a page leaves either region, and FabricError if the descriptor is not of this
         peer and provider; ValueError for a deadline that is not positive, or above a year.
         """
-        self._check_remote(chunk.remote, chunk.peer)
+        self._remotes.check(chunk.remote, chunk.peer)
         runs = np.ascontiguousarray(chunk.runs, dtype=np.int32).reshape(-1, 3)
-        native, error = self._native, self._native.new_error()
+        native, error = self._native, self._error
         fields = {**schedule_fields(self._native, chunk, runs), "timeout_ns": timeout_ns(deadline)}
         try:
             plan = native.ffi.new("kf_schedule *", fields)
@@ -67,16 +68,15 @@ class Writing(Listening):
         deadline: float | None = None,
     ) -> Transfer:
         """Write `length` bytes at once, as one page of the slot. Deadline and errors as in schedule_layers()."""
-        self._check_remote(remote, peer)
-        native, error = self._native, self._native.new_error()
+        native, error, timeout = self._native, self._error, timeout_ns(deadline)
         source, target = own(native, region, MemoryRegion), own(native, peer, Peer)
-        timeout = timeout_ns(deadline)
+        there = self._remotes.of(remote, peer)
         try:
             with self._lock:  # the event may be polled before this thread goes on
                 number = int(
                     native.lib.kf_write_one(
                         native.pointer, source, source_offset, target,
-                        self._remotes.of(remote), destination_offset, length, slot, generation,
+                        there, destination_offset, length, slot, generation,
                         timeout, error,
                     )
                 )  # fmt: skip
@@ -102,12 +102,12 @@ class Writing(Listening):
 
         Deadline and errors as in schedule_layers(). FabricError with provider shm, which never completes such a write.
         """
-        self._check_remote(remote, peer)
+        there = self._remotes.of(remote, peer)
         if self.provider == "shm":
             msg = "provider shm does not complete writes of no bytes"
             raise FabricError(msg, 95)
-        native, error, timeout = self._native, self._native.new_error(), timeout_ns(deadline)
-        target, there = own(native, peer, Peer), self._remotes.of(remote)
+        native, error, timeout = self._native, self._error, timeout_ns(deadline)
+        target = own(native, peer, Peer)
         try:
             with self._lock:  # the event may be polled before this thread goes on
                 number = int(
@@ -128,11 +128,3 @@ class Writing(Listening):
         transfer = Transfer(self._native, number, peer.addresses[0], deadline, layers if self._trace else 0)
         self._transfers[number] = transfer
         return transfer
-
-    def _check_remote(self, remote: MemoryDescriptor, peer: PeerHandle) -> None:
-        if (remote.provider, remote.addresses) != (self.provider, peer.addresses):
-            msg = (
-                f"memory of {remote.provider} endpoints {', '.join(remote.addresses)} cannot be written through "
-                f"{self.provider} peer {', '.join(peer.addresses)}"
-            )
-            raise FabricError(msg)

@@ -1,11 +1,12 @@
 """A client that leaves between two legs of its request: from wherever it was everything comes back."""
 
 import asyncio
+import math
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
-from cluster import Cluster, wait_for
+from cluster import Cluster, Node, wait_for
 from kvferry_fabric import EventKind, TransferEngine
 from kvferry_node.registry import Registry
 from kvferry_proto.ints import Int32s
@@ -16,7 +17,7 @@ from kvferry_proto.to_decoder import CancelConfirmed, PrefillReport
 from stranger import Impostor, record_of
 from streams import Golden, Stream, prompt
 
-pytestmark = [pytest.mark.faults, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.faults
 
 PASSAGE = 300
 DECODERS = ("decoder0", "decoder1")
@@ -25,8 +26,7 @@ DECODERS = ("decoder0", "decoder1")
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, tiny_model):
     worker = ["--dtype", "float32", "--kv-memory", "2MiB", "--page-size", "8"]
-    # One prompt at a time, 120 ms a pass, and every write 150 ms late.
-    prefiller = ["--chunk-size", "32", "--max-running", "1", "--fault", "slow-layer-ms=40,delay-write-ms=150"]
+    prefiller = ["--chunk-size", "32", "--max-running", "1"]
     decoder = ["--local-prefill-tokens", "8", "--max-running", "1", "--cancel-retry-seconds", "0.3"]
     with Cluster(
         tmp_path_factory.mktemp("leaves"), tiny_model, decoders=2, worker=worker, prefiller=prefiller, decoder=decoder
@@ -42,7 +42,7 @@ def cluster(shared):
 
 
 async def until(condition, what):
-    await asyncio.to_thread(wait_for, condition, 30, what)
+    await asyncio.to_thread(wait_for, condition, 60, what)
 
 
 def requests(cluster, name):
@@ -57,58 +57,90 @@ def pages(cluster, state):
 
 
 async def test_while_queued_at_the_prefiller(cluster):
-    first, second = Stream(cluster.url, prompt(PASSAGE, 1), 4), Stream(cluster.url, prompt(PASSAGE, 2), 4)
-    await until(lambda: requests(cluster, "prefiller0")["waiting"] == 1, "one runs, the other waits")
-    await second.leave()
-    await until(lambda: requests(cluster, "prefiller0")["waiting"] == 0, "the prefiller heard of it")
+    with cluster.slow_motion("prefiller0", step=math.inf):
+        first = Stream(cluster.url, prompt(PASSAGE, 1), 4)
+        await until(lambda: requests(cluster, "prefiller0")["running"], "one runs")
+        second = Stream(cluster.url, prompt(PASSAGE, 2), 4)
+        await until(lambda: requests(cluster, "prefiller0")["waiting"], "the other waits")
+        await second.leave()
+        await until(lambda: not requests(cluster, "prefiller0")["waiting"], "the prefiller heard of it")
     assert len(await first.end()) == 4
 
 
 async def test_in_the_midst_of_the_prefill(cluster):
-    stream = Stream(cluster.url, prompt(PASSAGE, 1), 4)
-    await until(lambda: cluster["prefiller0"].held().get("active_transfers"), "writes under way")
-    assert requests(cluster, "prefiller0")["running"]
-    await stream.leave()
-    await until(lambda: not cluster["prefiller0"].held(), "the prefiller heard of it")
+    with cluster.slow_motion("prefiller0", step=1, free=2):
+        stream = Stream(cluster.url, prompt(PASSAGE, 1), 4)
+        await until(lambda: cluster["prefiller0"].held().get("active_transfers"), "writes under way")
+        assert requests(cluster, "prefiller0")["running"]
+        await stream.leave()
+        await until(lambda: not cluster["prefiller0"].held(), "the prefiller heard of it")
+
+
+@asynccontextmanager
+async def late_writer(cluster):
+    """A prefiller whose every write is so late that whoever asked for it has left."""
+    real = cluster["prefiller0"]
+    # Sorts before the real one: it is chosen while both are idle.
+    flags = [*real.flags, "--fault", "delay-write-ms=60000"]
+    node = Node("a-late-one", real.role, flags, real.log.with_name("a-late-one.log"), real.environ)
+    cluster.nodes[node.name] = node
+    node.start()
+    try:
+        await asyncio.to_thread(cluster.wait_seen)
+        yield node
+        assert await asyncio.to_thread(node.stop) == 0
+    finally:
+        del cluster.nodes[node.name]
+        node.kill()
+    await asyncio.to_thread(cluster.wait_seen)
 
 
 async def test_while_the_last_writes_are_on_their_way(cluster):
-    stream = Stream(cluster.url, prompt(41), 4)
-    await until(lambda: requests(cluster, "prefiller0")["leaving"], "all is computed, not all is written")
-    await stream.leave()
+    async with late_writer(cluster) as prefiller:
+        stream = Stream(cluster.url, prompt(41), 4)
+        await until(lambda: requests(cluster, prefiller.name)["leaving"], "all is computed, not all is written")
+        await stream.leave()
+        await until(lambda: not prefiller.held(), "the prefiller heard of it")
 
 
 async def test_while_waiting_for_a_place_in_the_batch(cluster):
-    await asyncio.sleep(1)  # two beats: both decoders have told that they are free again, and get a stream each
-    running = [Stream(cluster.url, prompt(8, seed), 300) for seed in range(2)]
-    for stream in running:
-        await stream.until(1)
-    third = [Stream(cluster.url, prompt(8), 4), Stream(cluster.url, prompt(41), 4)]
+    await asyncio.to_thread(cluster.settle)  # so that the decoders get a stream each
+    with cluster.slow_motion(*DECODERS):
+        running = [Stream(cluster.url, prompt(8, seed), 300) for seed in range(2)]
+        for stream in running:
+            await stream.until(1)
+        third = [Stream(cluster.url, prompt(8), 4), Stream(cluster.url, prompt(41), 4)]
 
-    def waiting():
-        return sum(requests(cluster, name)["waiting"] for name in DECODERS) == 2
+        def waiting():
+            return sum(requests(cluster, name)["waiting"] for name in DECODERS)
 
-    await until(waiting, "both wait for a place")
-    for stream in third:
-        await stream.leave()
-    await until(lambda: not any(requests(cluster, name)["waiting"] for name in DECODERS), "the decoders heard of it")
+        await until(lambda: waiting() == 2, "both wait for a place")
+        for stream in third:
+            await stream.leave()
+        await until(lambda: waiting() == 0, "the decoders heard of it")
     for stream in running:
         assert len(await stream.end()) == 300
 
 
 async def test_in_the_midst_of_the_answer(cluster):
-    streams = [Stream(cluster.url, prompt(8, seed), 1000) for seed in range(2)]
-    for stream in streams:
-        await stream.until(20)
-    await streams[0].leave()
-    await until(lambda: sum(requests(cluster, name)["running"] for name in DECODERS) == 1, "one runs")
-    await streams[1].leave()
+    await asyncio.to_thread(cluster.settle)
+    with cluster.slow_motion(*DECODERS):
+        streams = [Stream(cluster.url, prompt(8, seed), 1000) for seed in range(2)]
+        for stream in streams:
+            await stream.until(3)
+        await streams[0].leave()
+        await until(lambda: sum(requests(cluster, name)["running"] for name in DECODERS) == 1, "one runs")
+        assert not streams[1].task.done()
+        await streams[1].leave()
+        await until(lambda: not any(requests(cluster, name)["running"] for name in DECODERS), "none runs")
 
 
 async def test_before_the_answer_of_a_request_that_is_not_streamed(cluster):
-    stream = Stream(cluster.url, prompt(8), 1000, stream=False, stream_options=None)
-    await until(lambda: any(requests(cluster, name)["running"] for name in DECODERS), "it runs")
-    await stream.leave()
+    with cluster.slow_motion(*DECODERS):
+        stream = Stream(cluster.url, prompt(8), 1000, stream=False, stream_options=None)
+        await until(lambda: any(requests(cluster, name)["running"] for name in DECODERS), "it runs")
+        await stream.leave()
+        await until(lambda: not any(requests(cluster, name)["running"] for name in DECODERS), "none runs")
 
 
 # --- with a prefiller that does what the test says ------------------------------------------------------------------
@@ -180,6 +212,8 @@ async def puppet(cluster):
         await registry.join()
         beats = asyncio.create_task(registry.run(Load, list))
         try:
+            # Nobody is placed on who has not told a load.
+            await until(lambda: "running" in cluster.told().get(puppet.ref.id, {}), "it has told its load")
             await until(lambda: cluster["router"].state()["prefillers"] == 2, "the router sees it")
             yield puppet
         finally:
@@ -235,7 +269,7 @@ async def test_a_prefiller_that_gives_up_after_all_pages_came_does_not_keep_the_
         await prefiller.write(range(3))
         prefiller.say(CancelConfirmed(**prefiller.names))
         # Tried again, with the real one.
-        assert await stream.end(20) == cluster.golden.answers[41][:4]
+        assert await stream.end() == cluster.golden.answers[41][:4]
 
 
 async def test_pages_that_are_not_what_was_sent_never_become_an_answer(cluster):
@@ -245,6 +279,6 @@ async def test_pages_that_are_not_what_was_sent_never_become_an_answer(cluster):
         await prefiller.write(range(3))
         wrong = Int32s(range(3 * len(prefiller.pages)))
         prefiller.say(PrefillReport(**prefiller.names, timeline=PrefillTimeline(), checksums=wrong))
-        await asyncio.wait_for(stream.task, 20)
+        await asyncio.wait_for(stream.task, 60)
         assert (stream.status, stream.error["code"], stream.tokens) == (502, "verify_failed", [])
         assert "a-puppet" in stream.error["message"]

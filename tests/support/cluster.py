@@ -11,14 +11,16 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import brake
 import httpx
 import redis
 from forge import Forge, Forged
 
 # One client for all: each loads the machine's certificates otherwise, which takes longer than most requests.
 _http = httpx.Client(verify=False, limits=httpx.Limits(max_keepalive_connections=0))
-START_SECONDS = 90
-STOP_SECONDS = 40
+LOAD = ("running", "waiting", "queued_tokens")
+START_SECONDS = 180
+STOP_SECONDS = 90
 
 
 # Below the range from which connections are given their own ports: one of those took the port between probe and bind.
@@ -55,7 +57,11 @@ class Node:
 
     def start(self):
         flags = ["--node-id", self.name, "--http-port", str(self.http_port), *self.flags]
-        self.process = Forge.shared().start(self.role, flags, self.log, self.environ)
+        self.process = Forge.shared().start(self.role, flags, self.log, self.environ, self.brake)
+
+    @property
+    def brake(self):
+        return self.log.with_suffix(".brake")
 
     @property
     def url(self):
@@ -64,15 +70,15 @@ class Node:
     def ready(self):
         assert self.process.poll() is None, f"{self.name} has ended:\n{self.tail()}"
         try:
-            return _http.get(f"{self.url}/ready", timeout=5).status_code == 200
+            return _http.get(f"{self.url}/ready", timeout=20).status_code == 200
         except httpx.TransportError:
             return False
 
     def state(self):
-        return _http.get(f"{self.url}/state", timeout=10).raise_for_status().json()
+        return _http.get(f"{self.url}/state", timeout=60).raise_for_status().json()
 
     def metrics(self):
-        return _http.get(f"{self.url}/metrics", timeout=10).raise_for_status().text
+        return _http.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
 
     def held(self):
         """What the node holds and should not when idle."""
@@ -143,9 +149,10 @@ class Cluster:
         self.zmq_port = free_port()
         self.model = str(model)
         environ = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "REDIS_URL": self.redis_url}
-        shared = ["--model", self.model, "--drain-seconds", "10", *common]
+        # Longer than a busy machine lets anybody stand still; tests that wait for the end of a lease say so.
+        shared = ["--model", self.model, "--lease-seconds", "15", "--drain-seconds", "60", *common]
         flags = {
-            "router": [*shared, "--zmq-port", str(self.zmq_port), *router],
+            "router": [*shared, "--zmq-port", str(self.zmq_port), "--accept-seconds", "60", *router],
             "prefiller": [*shared, "--threads", "1", "--verify-kv", "--idle-check-seconds", "1", *worker, *prefiller],
             "decoder": [*shared, "--threads", "1", "--verify-kv", "--idle-check-seconds", "1", *worker, *decoder],
         }
@@ -186,24 +193,65 @@ class Cluster:
             # The router last: it waits for the others, and would not say that one has ended.
             for node in [*self.workers, self["router"]]:
                 wait_for(node.ready, START_SECONDS, lambda node=node: f"{node.name} ready:\n{node.tail()}")
-            self.wait_seen(len(self.nodes))
+            self.wait_seen()
         except BaseException:
             self._kill_all()
             raise
         return self
 
-    def wait_seen(self, count):
-        """Wait until the membership in Redis counts `count` nodes."""
+    @property
+    def alive(self):
+        return [node for node in self.nodes.values() if node.process.poll() is None]
+
+    def wait_seen(self):
+        """Wait until everybody who lives is in Redis, with a load to be placed by, and the router sees just them."""
+        alive = {node.name: node.role for node in self.alive}
+        counts = {f"{role}s": list(alive.values()).count(role) for role in ("prefiller", "decoder")} | {"redis": True}
 
         def seen():
-            try:
-                with redis.Redis.from_url(self.redis_url) as client:
-                    return len(client.keys("kvferry:node:*")) == count
-            except redis.RedisError:
+            told = self.told()
+            if set(told) != set(alive) or not all("running" in told[name] for name in alive if alive[name] != "router"):
                 return False
+            state = self["router"].state()
+            return all(state[name] == count for name, count in counts.items())
 
-        wait_for(seen, 15, f"{count} nodes in Redis")
-        time.sleep(0.6)  # a read of the slowest view
+        wait_for(seen, START_SECONDS, lambda: (alive, self.told(), self["router"].state()))
+
+    def told(self):
+        """What Redis says of each node; of none when it can't be asked."""
+        try:
+            with redis.Redis.from_url(self.redis_url, decode_responses=True) as client:
+                keys = client.keys("kvferry:node:*")
+                return {key.rpartition(":")[2]: client.hgetall(key) for key in keys}
+        except redis.RedisError:
+            return {}
+
+    def settle(self, seconds=60):
+        """Wait until no node holds anything, and placement knows: what is asked next is spread evenly."""
+
+        def settled():
+            told = self.told()
+            nodes = [node for node in self.alive if node.name in told]
+            loads = [int(told[node.name].get(what, 1)) for node in nodes if node.role != "router" for what in LOAD]
+            return not any(loads) and not self.reserved() and not any(node.held() for node in nodes)
+
+        wait_for(settled, seconds, lambda: (self.told(), self.reserved()))
+
+    def reserved(self):
+        """Placement's reservations on the nodes that live."""
+        with redis.Redis.from_url(self.redis_url, decode_responses=True) as client:
+            lives = [f"{name}:{told['incarnation']}" for name, told in self.told().items()]
+            return {life: found for life in lives if (found := client.hkeys(f"kvferry:held:{life}"))}
+
+    @contextlib.contextmanager
+    def slow_motion(self, *names, step=0.5, free=0):
+        """While the block runs, each forward pass of these workers (all, without names) takes `step` seconds more.
+
+        The first `free` ones take no longer. Pass an infinite `step` to hold them for as long as the block runs.
+        """
+        nodes = [self[name] for name in names] or self.workers
+        with brake.braked([node.brake for node in nodes], step, free):
+            yield
 
     def __exit__(self, kind, *_):
         try:
@@ -238,7 +286,7 @@ class Cluster:
     def tails(self):
         return "\n".join(f"== {name}\n{node.tail(15)}" for name, node in self.nodes.items())
 
-    def wait_idle(self, seconds=20):
+    def wait_idle(self, seconds=60):
         """Wait until no node holds anything."""
 
         def idle():

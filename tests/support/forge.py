@@ -17,6 +17,8 @@ import time
 import traceback
 from pathlib import Path
 
+import brake
+
 ROLES = ("router", "prefiller", "decoder")
 _PR_SET_PDEATHSIG = 1
 
@@ -39,8 +41,10 @@ class Forge:
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ)
         self._lock = threading.Lock()
 
-    def start(self, role, flags, log, environ):
-        return Forged(self, self._order(role=role, flags=list(flags), log=str(log), environ=dict(environ)))
+    def start(self, role, flags, log, environ, brake=None):
+        """`brake`: see brake.py; the path of the file that the process is to heed."""
+        order = {"role": role, "flags": list(flags), "log": str(log), "environ": dict(environ)}
+        return Forged(self, self._order(**order, brake=brake and str(brake)))
 
     def status(self, pid):
         return self._order(status=pid)
@@ -127,6 +131,8 @@ def _become(order, commands, orders):
     orders.close()
     os.environ.update(order["environ"])
     status = 1
+    if order["brake"]:
+        brake.install(order["brake"])
     try:
         commands[order["role"]].main(order["flags"], prog_name=order["role"])
     except SystemExit as end:

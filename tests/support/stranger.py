@@ -8,7 +8,7 @@ import zmq
 from kvferry_proto.codec import encode
 from kvferry_proto.nodes import NodeRecord, NodeRef, new_incarnation
 
-WAIT_MS = 20_000
+WAIT_MS = 60_000
 
 
 def record_of(cluster, name):
@@ -70,8 +70,9 @@ class Stranger:
 class Impostor:
     """A ROUTER socket that poses as a node. Use as a context manager."""
 
-    def __init__(self, node_id="impostor"):
-        self.ref = NodeRef(node_id, new_incarnation())
+    def __init__(self, node_id="impostor", ref=None):
+        """`ref` is whom it claims to be, if not a node that nobody knows."""
+        self.ref = ref or NodeRef(node_id, new_incarnation())
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.linger = 0
         port = self._socket.bind_to_random_port("tcp://127.0.0.1")

@@ -18,6 +18,7 @@ class Stream:
         self.error = None
         self.finish = None
         self.usage = None
+        self.timeline = None
         self.done = False
         self._news = asyncio.Event()
         body = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -47,6 +48,7 @@ class Stream:
             event = json.loads(data)
             self.error = event.get("error")
             self.usage = event.get("usage") or self.usage
+            self.timeline = event.get("kvferry", {}).get("timeline") or self.timeline
             for choice in event.get("choices", []):
                 self.tokens += choice.get("token_ids") or []
                 self.finish = choice.get("finish_reason") or self.finish
@@ -63,10 +65,9 @@ class Stream:
     async def end(self, seconds=60):
         """Wait for the end, and return the token ids of an answer that is complete."""
         await asyncio.wait_for(self.task, seconds)
-        assert (self.status, self.error) == (200, None)
-        assert self.done
-        assert self.finish == "length"
-        assert self.usage["completion_tokens"] == len(self.tokens)
+        assert (self.status, self.error) == (200, None), (self.status, self.error, len(self.tokens))
+        assert (self.done, self.finish) == (True, "length"), (self.done, self.finish, len(self.tokens))
+        assert self.usage["completion_tokens"] == len(self.tokens), (self.usage, len(self.tokens))
         return self.tokens
 
     async def leave(self):
@@ -99,8 +100,8 @@ class Golden:
         fields = {"max_tokens": 12, "ignore_eos": True, "cache_salt": f"golden {next(_SALTS)}"}
         reply = self._cluster.complete(prompt(length), **fields)
         timeline = reply["kvferry"]["timeline"]
-        assert timeline["router"]["attempts"] == 1
-        assert (timeline["prefiller"] is not None) == (length > self.LOCAL)
+        assert timeline["router"]["attempts"] == 1, f"{timeline}\n{self._cluster.tails()}"
+        assert (timeline["prefiller"] is not None) == (length > self.LOCAL), f"{timeline}\n{self._cluster.tails()}"
         return reply["choices"][0]["token_ids"]
 
     def check(self):

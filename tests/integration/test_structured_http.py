@@ -9,8 +9,6 @@ from kvferry_engine.grammar import make_tokenizer
 from local import start_decoder, start_prefiller
 from router_rig import running_router
 
-pytestmark = pytest.mark.timeout(120)
-
 LEASE = {"lease_seconds": 4.0, "heartbeat_seconds": 0.3}
 SCHEMA = {
     "type": "object",
@@ -86,15 +84,15 @@ async def test_structured_answers(cluster):
         assert refused.value.param == param
 
     # The decoder that answers dies half-way; the other one goes on in the same grammar.
-    stream = await client.chat.completions.create(**base, max_tokens=40, response_format=FORMAT, stream=True)
-    text, killed = "", None
-    async for chunk in stream:
-        text += chunk.choices[0].delta.content or ""
-        if killed is None and text:
-            killed = next(node for node in decoders if node.held())
-            await killed.die()
+    with decoders[0].hold(0.2), decoders[1].hold(0.2):
+        stream = aiter(await client.chat.completions.create(**base, max_tokens=40, response_format=FORMAT, stream=True))
+        text = ""
+        while not text:
+            text += (await anext(stream)).choices[0].delta.content or ""
+        killed = next(node for node in decoders if node.held())
+        await killed.die()
+    text += "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
     assert text == whole.message.content
-    assert killed is not None
 
 
 async def test_tool_calls(cluster):

@@ -56,6 +56,23 @@ class Running:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
+    @contextlib.contextmanager
+    def hold(self, seconds=None):
+        """While the block runs, no forward pass begins, or each so many seconds later; the event loop goes on."""
+        go, compute = asyncio.Event(), self.worker.compute
+
+        async def held(work):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(go.wait(), seconds)
+            return await compute(work)
+
+        self.worker.compute = held
+        try:
+            yield
+        finally:
+            self.worker.compute = compute
+            go.set()
+
     def held(self):
         return {name: count for name, count in self.service.held().items() if count}
 

@@ -12,7 +12,8 @@ from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role, new_incarnation
 
 pytestmark = [pytest.mark.faults, pytest.mark.usefixtures("nothing_left")]
 
-LEASE = 1.0
+LEASE = 2.0
+"""Seconds: a busy machine must not let a living node's lease end."""
 
 
 class Cluster:

@@ -10,6 +10,7 @@ import orjson
 import pytest
 import structlog
 import zmq
+from cluster import free_port
 from kvferry_node.channels import Channel, Curve, Inbox, Origin, Post
 from kvferry_node.errors import BindError, PeerGone, QueueFull
 from kvferry_node.metrics import NodeMetrics
@@ -226,17 +227,26 @@ async def test_async_handler_exception_is_answered(eventually):
         assert ends.back[0][1].about == "r7"
 
 
+async def reopened(ref: NodeRef, port: int, handler: Callable[[Origin, Any], Any]) -> Inbox:
+    """An inbox at a port that another has closed a moment ago: ZeroMQ's own thread gives it back."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return Inbox(ref, "127.0.0.1", port, ToPrefiller, handler, NodeMetrics())
+            except BindError:
+                await asyncio.sleep(0.01)
+
+
 async def test_node_restarted_behind_the_same_port_refuses_what_its_predecessor_was_meant_to_get(eventually):
-    first = Ends(confirm)
-    port = int(first.inbox.endpoint.rpartition(":")[2])
+    port = free_port()
+    first = Ends(confirm, port=port)
     successor_ref = NodeRef(PREFILLER.id, new_incarnation())
     handled: list[Any] = []
     async with first.running():
         first.channel().send(cancel(1))
         await eventually(lambda: len(first.back) == 1)
         first.inbox.close()
-        await asyncio.sleep(0.1)
-        successor = Inbox(successor_ref, "127.0.0.1", port, ToPrefiller, lambda *m: handled.append(m), NodeMetrics())
+        successor = await reopened(successor_ref, port, lambda *got: handled.append(got))
         task = asyncio.create_task(successor.run())
         # The channel reconnects by itself, and what is sent on it is meant for the dead.
         first.channel().send(cancel(2))

@@ -13,6 +13,9 @@ from kvferry_proto.nodes import Load, NodeRecord, NodeRef, Role, new_incarnation
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
+LEASE = 2.0
+"""Seconds: a busy machine must not let a living node's lease end."""
+
 
 def record(node_id: str, role: Role = Role.DECODER, **fields: object) -> NodeRecord:
     ref = NodeRef(node_id, new_incarnation())
@@ -22,7 +25,7 @@ def record(node_id: str, role: Role = Role.DECODER, **fields: object) -> NodeRec
 class Node:
     """A registry that beats until it is killed."""
 
-    def __init__(self, url: str, what: NodeRecord, lease: float = 0.6, beat: float = 0.1) -> None:
+    def __init__(self, url: str, what: NodeRecord, lease: float = LEASE, beat: float = 0.1) -> None:
         self.registry = Registry(url, "t", what, lease_seconds=lease, heartbeat_seconds=beat)
         self.load = Load(free_pages=100)
         self.admitted: list[str] = []
@@ -46,7 +49,7 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def watching(url: str, grace: float = 0.6) -> AsyncIterator[tuple[MembershipView, list[tuple[str, NodeRef]]]]:
+async def watching(url: str, grace: float = LEASE) -> AsyncIterator[tuple[MembershipView, list[tuple[str, NodeRef]]]]:
     seen: list[tuple[str, NodeRef]] = []
     view = MembershipView(
         url,

@@ -96,18 +96,16 @@ async def test_placement_is_one_call_and_survives_a_script_flush(cluster, redis_
     assert redis_server.command("INFO", "commandstats")["cmdstat_evalsha"]["calls"] == 1
 
 
-async def test_expired_reservation_is_free_again(cluster, redis_server):
+async def test_expired_reservation_is_free_again(cluster, redis_server, eventually):
     what = await cluster.add(record("d1"), Load(free_pages=5))
-    placer = Placer(redis_server.url, "t", cluster.view, reserve_seconds=0.2)
-    await placer.place(ask(1, tokens=1))
-    with pytest.raises(KvferryError):
-        await placer.place(ask(2, tokens=1))
-    await asyncio.sleep(0.25)
-    await placer.place(ask(3, tokens=1))
+    await cluster.placer.place(ask(1, tokens=1))
+    assert (await cluster.error(ask(2, tokens=1))).error.code == ErrorCode.OVERLOADED
+    hasty = Placer(redis_server.url, "t", cluster.view, reserve_seconds=0.05)
+    await hasty.place(ask(1, tokens=1))
+    await eventually(lambda: held(redis_server, what) == {})
+    await cluster.placer.place(ask(3, tokens=1))
     assert list(held(redis_server, what)) == ["r3"]
-    await asyncio.sleep(0.25)
-    assert held(redis_server, what) == {}
-    await placer.close()
+    await hasty.close()
 
 
 async def test_one_expired_among_living_reservations_is_dropped(cluster, redis_server):

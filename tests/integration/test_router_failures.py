@@ -24,6 +24,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 async def cluster(redis_server, folder):
+    async with running_cluster(redis_server.url, folder, admission_queue=2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def hasty(redis_server, folder):
+    """A cluster whose router's patience is to be seen to end."""
     async with running_cluster(
         redis_server.url, folder, accept_seconds=0.5, cancel_seconds=0.5, admission_seconds=0.5, admission_queue=2
     ) as cluster:
@@ -102,7 +109,7 @@ async def test_a_whole_answer_is_whole_even_if_its_decoder_dies_before_it_says_s
     lost = await cluster.decoder("d1", mute)
     task = asyncio.create_task(cluster.complete())
     await eventually(lambda: lost.assigned)
-    await asyncio.sleep(0.1)
+    await streamed(cluster, len(lost.answer))
     await lost.kill()
     choice = (await task)["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == (ANSWER, "stop")
@@ -115,7 +122,7 @@ async def test_a_router_that_stood_still_goes_on_with_the_only_decoder_there_is(
     task = asyncio.create_task(cluster.complete(return_token_ids=True))
     for attempt in (1, 2):
         await eventually(lambda attempt=attempt: len(decoder.assigned) == attempt)
-        await asyncio.sleep(0.1)
+        await streamed(cluster, 3)
         cluster.router.dispatcher.stood_still(9.0)
     await eventually(lambda: len(decoder.assigned) == 3)
     decoder.go.set()
@@ -176,13 +183,13 @@ async def test_an_error_after_the_stream_began_is_an_event(cluster):
     assert await cluster.metric('kvferry_requests_total{endpoint="completions",status="502"}') == 1
 
 
-async def test_a_decoder_that_does_not_accept_in_time(cluster):
-    await cluster.decoder("d1", silent)
-    error = (await cluster.complete(504))["error"]
+async def test_a_decoder_that_does_not_accept_in_time(hasty):
+    await hasty.decoder("d1", silent)
+    error = (await hasty.complete(504))["error"]
     assert (error["code"], error["phase"], error["node"]) == ("timeout", "assign", "d1")
-    await asyncio.wait_for(cluster.idle(), 5)
+    await asyncio.wait_for(hasty.idle(), 60)
     # It may have been slow only: it is told that nobody waits any more.
-    decoder = cluster.decoders[0]
+    decoder = hasty.decoders[0]
     assert decoder.cancelled == [decoder.assigned[0].request_id]
 
 
@@ -201,7 +208,7 @@ async def test_a_refused_assign_ends_the_attempt_at_once(cluster, reason, code, 
 
 
 @pytest.mark.parametrize("stale", ["accepted", "tokens", "finished"])
-async def test_late_messages_are_counted_and_change_nothing(cluster, stale):
+async def test_late_messages_are_counted_and_change_nothing(cluster, eventually, stale):
     async def twice(decoder, origin, assign):
         ghost = type(assign)(
             **{name: getattr(assign, name) for name in assign.__struct_fields__} | {"request_id": "old"}
@@ -219,7 +226,7 @@ async def test_late_messages_are_counted_and_change_nothing(cluster, stale):
     assert (await cluster.complete())["choices"][0]["text"] == ANSWER
     assert await cluster.metric(f'kvferry_late_messages_total{{type="{stale.capitalize()}"}}') == 1
     # A decoder that still draws tokens for it has not heard its Cancel.
-    assert cluster.decoders[0].cancelled == (["old"] if stale == "tokens" else [])
+    await eventually(lambda: cluster.decoders[0].cancelled == (["old"] if stale == "tokens" else []))
 
 
 @pytest.mark.parametrize("breach", ["too many", "negative", "lost token", "no logprobs"])
@@ -258,20 +265,20 @@ async def test_a_client_that_leaves_is_noticed(cluster, eventually, cut, stream)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     await eventually(lambda: decoder.cancelled == [decoder.assigned[0].request_id])
-    await asyncio.wait_for(cluster.idle(), 5)
+    await asyncio.wait_for(cluster.idle(), 60)
     assert await cluster.metric('kvferry_requests_total{endpoint="completions",status="499"}') == 1
     assert await cluster.metric("kvferry_cancel_timeouts_total") == 0
 
 
-async def test_a_cancel_that_nobody_confirms_is_let_go(cluster, eventually):
-    decoder = await cluster.decoder()
+async def test_a_cancel_that_nobody_confirms_is_let_go(hasty, eventually):
+    decoder = await hasty.decoder()
     decoder.pause_at, decoder.confirm_cancels = 3, False
-    task = asyncio.create_task(cluster.complete())
+    task = asyncio.create_task(hasty.complete())
     await eventually(lambda: decoder.assigned)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await asyncio.wait_for(cluster.idle(), 5)
-    assert await cluster.metric("kvferry_cancel_timeouts_total") == 1
+    await asyncio.wait_for(hasty.idle(), 60)
+    assert await hasty.metric("kvferry_cancel_timeouts_total") == 1
 
 
 async def test_leaving_while_waiting_for_a_place(cluster):
@@ -280,15 +287,15 @@ async def test_leaving_while_waiting_for_a_place(cluster):
     await cluster.until(lambda state: state["held"]["waiting"] == 1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    await asyncio.wait_for(cluster.idle(), 5)
+    await asyncio.wait_for(cluster.idle(), 60)
 
 
 # --- full -----------------------------------------------------------------------------------------------------------
 
 
-async def test_a_full_cluster_is_waited_for_and_then_429(cluster):
-    await cluster.decoder("d1", free_pages=0)
-    answer = await cluster.http.post("/v1/completions", json={"prompt": "x"})
+async def test_a_full_cluster_is_waited_for_and_then_429(hasty):
+    await hasty.decoder("d1", free_pages=0)
+    answer = await hasty.http.post("/v1/completions", json={"prompt": "x"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (429, "overloaded")
     assert int(answer.headers["retry-after"]) >= 1
 
@@ -301,9 +308,9 @@ async def test_a_place_that_comes_free_is_taken(cluster):
     assert (await task)["choices"][0]["text"] == ANSWER
 
 
-async def test_the_line_is_bounded(cluster):
-    await cluster.decoder("d1", free_pages=0)
-    tasks = [asyncio.create_task(cluster.complete(429)) for _ in range(6)]
+async def test_the_line_is_bounded(hasty):
+    await hasty.decoder("d1", free_pages=0)
+    tasks = [asyncio.create_task(hasty.complete(429)) for _ in range(6)]
     errors = [(await task)["error"]["message"] for task in tasks]
     assert sum("wait already" in message for message in errors) == 4
 
@@ -321,17 +328,17 @@ async def test_requests_in_flight_are_bounded(redis_server, folder):
 
 
 async def test_a_deadline_ends_a_request(redis_server, folder):
-    async with running_cluster(redis_server.url, folder, request_seconds=0.4) as cluster:
+    async with running_cluster(redis_server.url, folder, request_seconds=2) as cluster:
         decoder = await cluster.decoder()
         decoder.pause_at = 2
         error = (await cluster.complete(504))["error"]
         assert (error["code"], error["phase"]) == ("timeout", "decode")
-        await asyncio.wait_for(cluster.idle(), 5)
+        await asyncio.wait_for(cluster.idle(), 60)
         assert decoder.cancelled
 
 
 async def test_an_answer_that_is_there_when_its_time_is_up_is_given(redis_server, folder):
-    async with running_cluster(redis_server.url, folder, request_seconds=0.5, cancel_seconds=1.0) as cluster:
+    async with running_cluster(redis_server.url, folder, request_seconds=2, cancel_seconds=5) as cluster:
         decoder = await cluster.decoder()
         decoder.confirm_cancels = False
         choice = (await cluster.complete(stop=["answer"]))["choices"][0]
@@ -347,7 +354,7 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(cluster):
     decoder.pause_at = 2
     running = asyncio.create_task(cluster.complete())
     await cluster.until(lambda state: state["held"]["requests"] == 1)
-    drained = asyncio.create_task(cluster.router.dispatcher.drain(5))
+    drained = asyncio.create_task(cluster.router.dispatcher.drain(60))
     await cluster.until(lambda state: state["draining"])
     assert (await cluster.complete(503))["error"]["code"] == "draining"
     decoder.go.set()
@@ -355,14 +362,14 @@ async def test_draining_finishes_what_runs_and_takes_nothing_new(cluster):
     await drained
 
 
-async def test_draining_has_an_end(cluster):
+async def test_draining_has_an_end(cluster, eventually):
     decoder = await cluster.decoder()
     decoder.pause_at = 2
     running = asyncio.create_task(cluster.complete(503))
-    await cluster.until(lambda state: state["held"]["requests"] == 1)
+    await eventually(lambda: decoder.assigned)
     await cluster.router.dispatcher.drain(0.2)
     assert (await running)["error"]["code"] == "draining"
-    assert decoder.cancelled == [decoder.assigned[0].request_id]
+    await eventually(lambda: decoder.cancelled == [decoder.assigned[0].request_id])
 
 
 async def test_nothing_is_held_after_many_requests_and_cancels(redis_server, folder, eventually):
@@ -383,7 +390,7 @@ async def test_nothing_is_held_after_many_requests_and_cancels(redis_server, fol
                 await asyncio.gather(task, return_exceptions=number % 3 == 0)
 
         await asyncio.gather(*(one(number) for number in range(300)))
-        await asyncio.wait_for(cluster.idle(), 10)
+        await asyncio.wait_for(cluster.idle(), 60)
         assert await cluster.metric("kvferry_cancel_timeouts_total") == 0
         for decoder in cluster.decoders:
             assert not decoder.running

@@ -110,14 +110,14 @@ async def running_cluster(redis_url: str, folder: Path, **settings: Any) -> Asyn
     """Run a router without decoders; at the end nothing may be held by it."""
     async with (
         running_router(redis_url, folder, **settings) as router,
-        httpx.AsyncClient(base_url=router.url, timeout=20) as http,
+        httpx.AsyncClient(base_url=router.url, timeout=60) as http,
     ):
         cluster = Cluster(redis_url, folder, router, http)
         try:
             yield cluster
             for decoder in cluster.decoders:
                 decoder.go.set()
-            await asyncio.wait_for(cluster.idle(), 10)
+            await asyncio.wait_for(cluster.idle(), 60)
         finally:
             for decoder in cluster.decoders:
                 await decoder.kill()

@@ -19,7 +19,8 @@ from text_folder import MODEL
 
 ANSWER = "Hello wörld, the answer 🦊 is 42."
 LAYOUT = KVLayout(model="tiny-weights", dtype="float32", layers=2, kv_heads=2, head_dim=8, page_size=4)
-LEASE_SECONDS = 0.8
+LEASE_SECONDS = 2.0
+"""A busy machine must not let a living node's lease end."""
 HEARTBEAT_SECONDS = 0.2
 Script = Callable[["ScriptedDecoder", Origin, Assign], Awaitable[None]]
 

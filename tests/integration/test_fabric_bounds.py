@@ -81,7 +81,9 @@ def fits(rows, layers, length, *, start, stride, offset, room, column) -> bool:
     return True
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     rows=st.lists(ROW, min_size=1, max_size=4),
     layers=st.integers(1, LAYERS + 1),

@@ -12,7 +12,9 @@ from kvferry_proto.layout import KVLayout
 
 pytestmark = needs_kernels
 fixtures = (level,)
-anything = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+anything = settings(
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 PAGES = 120
 
 

@@ -9,7 +9,9 @@ from torch.nn import functional
 
 pytestmark = needs_kernels
 fixtures = (level,)
-anything = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+anything = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 ROUNDED_TWICE = {"rtol": 2**-7, "atol": 1e-5}
 seeds = st.integers(0, 1000)
 

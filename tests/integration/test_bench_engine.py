@@ -35,7 +35,7 @@ def run(tmp_path, tiny_model):
 
     def run(*flags):
         command = [sys.executable, str(copy / "bench_engine.py"), "--model", str(tiny_model), "--rounds", "1"]
-        return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=100, check=False)
+        return subprocess.run([*command, *flags], capture_output=True, text=True, timeout=300, check=False)
 
     return run
 

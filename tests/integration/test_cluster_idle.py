@@ -4,10 +4,7 @@ import asyncio
 import random
 
 import httpx
-import pytest
 from cluster import Cluster, wait_for
-
-pytestmark = pytest.mark.timeout(300)
 
 REQUESTS = 300
 AT_ONCE = 16

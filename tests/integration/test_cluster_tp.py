@@ -13,8 +13,6 @@ from streams import prompt
 from tiny_deepseek import build_guessing, save
 from tiny_model import copy_tokenizer
 
-pytestmark = pytest.mark.timeout(300)
-
 PAGE = 8
 WORKER = ["--dtype", "float32", "--kv-memory", "4MiB", "--page-size", str(PAGE)]
 DECODER = ["--local-prefill-tokens", "0"]

@@ -12,8 +12,6 @@ from kvferry_proto.usage import FinishReason
 from local import pair
 from tokenizers import Tokenizer
 
-pytestmark = pytest.mark.timeout(120)
-
 PROMPT = list(range(100, 150))
 SCHEMA = {
     "type": "object",

@@ -2,11 +2,8 @@
 
 from collections import Counter
 
-import pytest
 from kvferry_proto.to_router import Finished
 from local import pair
-
-pytestmark = pytest.mark.timeout(120)
 
 PROMPT = list(range(100, 117))
 PENALISED = {

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.sanitizer
 
 def compiler(arguments: list[str], folder: Path) -> None:
     try:
-        done = subprocess.run(["gcc", *arguments], cwd=folder, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(["gcc", *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
     except FileNotFoundError:
         pytest.fail(f"no C compiler: {INSTALL}")
     if done.returncode:
@@ -79,7 +79,7 @@ def test_c_program_is_clean(programs: tuple[str, Path], name: str, arguments: tu
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -77,10 +77,13 @@ def test_every_page_is_counted_once_however_turns_fall(pair) -> None:
 
 def test_a_small_transfer_does_not_wait_for_a_large_one(pair) -> None:
     source, target = pair.permuted(PAGES)
-    rounds = {"layers": 64, "source_layer_stride": 0, "destination_layer_stride": 0, "counter": None, "slot": 2}
+    rounds = {"layers": 64, "source_layer_stride": 0, "destination_layer_stride": 0, "slot": 2}
     large = pair.sender.schedule_layers(pair.chunk(source, target, **rounds))
-    rig.until(lambda: pair.sender.stats().pages > PAGES, "the large transfer's first pages")
-    small = pair.sender.schedule_layers(pair.chunk(source[:4], target[:4], counter=None))
+    pair.counter.bump()
+    rig.until(lambda: pair.sender.stats().pages == PAGES, "the large transfer's first pages")
+    # Both may go on from the same moment, so that however late this thread runs the large one is not over by then.
+    small = pair.sender.schedule_layers(pair.chunk(source[:4], target[:4], first_value=2))
+    pair.counter.bump(64)
     assert [event.transfer for event in rig.take(pair.sender, {EventKind.DONE}, 2, 60)] == [small, large]
     assert pair.sender.stats().in_flight_writes == 0
 

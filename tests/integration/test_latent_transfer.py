@@ -8,8 +8,6 @@ from local import pair
 from tiny_model import make_tiny_deepseek
 from transformers import DeepseekV3ForCausalLM
 
-pytestmark = pytest.mark.timeout(180)
-
 TOKENS = list(range(100, 141))
 
 

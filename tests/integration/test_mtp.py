@@ -14,7 +14,6 @@ from kvferry_proto.to_router import Cancelled, Finished
 from local import pair
 from tiny_deepseek import build_guessing, save
 
-pytestmark = pytest.mark.timeout(180)
 one_thread = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 ANSWER = 24

@@ -28,7 +28,7 @@ def start(tmp_path: Path, body: str) -> subprocess.Popen[str]:
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
     try:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     return process.returncode, output

@@ -20,7 +20,6 @@ from llguidance import LLParserLimits
 from random_models import build_random
 from tokenizers import Tokenizer
 
-pytestmark = pytest.mark.timeout(180)
 fixtures = (level,)
 one_thread = pytest.fixture(autouse=True, scope="module")(one_thread)
 

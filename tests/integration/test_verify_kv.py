@@ -8,8 +8,6 @@ from kvferry_proto.message import RequestFailed
 from kvferry_proto.to_router import Finished
 from local import pair
 
-pytestmark = pytest.mark.timeout(120)
-
 TOKENS = list(range(100, 141))
 
 

@@ -18,7 +18,7 @@ from random_models import build_random
 from reference import Reference
 from tiny_model import make_tiny_deepseek
 
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(200)]
+pytestmark = pytest.mark.oracle
 
 LAYERS = 2
 ANSWER = 6

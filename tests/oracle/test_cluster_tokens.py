@@ -9,7 +9,7 @@ from cluster import Cluster
 from reference import Reference, passage
 from tokenizers import Tokenizer
 
-pytestmark = [pytest.mark.oracle, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.oracle
 
 ANSWER = 8
 

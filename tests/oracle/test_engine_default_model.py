@@ -189,21 +189,26 @@ def test_a_damaged_folder_is_made_anew(tmp_path, quick, harm, name):
     assert len(quick) == 2
 
 
+HALF_WAY = """
+import sys, threading
+from kvferry_engine.default_model import prepare_default_model
+
+def stay(done, total):
+    if 2 * done > total:
+        print("half-way", flush=True)
+        threading.Event().wait()
+
+prepare_default_model(sys.argv[1], progress=stay)
+"""
+
+
 def test_a_killed_conversion_leaves_nothing_half_made(tmp_path):
-    code = (
-        "import sys; from kvferry_engine.default_model import prepare_default_model; prepare_default_model(sys.argv[1])"
-    )
     models = default_model.models_folder(tmp_path)
-    process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)])
-    try:
-        deadline = time.monotonic() + 60
-        while not list(models.glob(".*tmp-*")):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-    finally:
+    command = [sys.executable, "-c", HALF_WAY, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "half-way\n"
         process.kill()
-        process.wait()
     assert not (models / default_model.NAME).exists()
     assert list(models.glob(".*tmp-*"))
 

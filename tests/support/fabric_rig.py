@@ -32,7 +32,7 @@ def held_by_process() -> tuple[int, int]:
     return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 15.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
     """Wait for a condition; a test's bound on waiting, not on speed."""
     end = time.monotonic() + seconds
     while not condition():
@@ -51,7 +51,7 @@ def stop(process: "subprocess.Popen[str]") -> None:
     until(stopped, "every thread to stop")
 
 
-def take(engine: Fabric, kinds: set[EventKind], count: int = 1, seconds: float = 15.0) -> list[Event]:
+def take(engine: Fabric, kinds: set[EventKind], count: int = 1, seconds: float = 60.0) -> list[Event]:
     """Poll until `count` events have come; all must be of the given kinds."""
     events: list[Event] = []
 

@@ -1,9 +1,7 @@
 """The whole of `kvferry up` around children that are small scripts: demonstration, failure, exit status."""
 
-import asyncio
 import io
 import os
-import signal
 import sys
 
 import click.testing
@@ -46,10 +44,10 @@ def up(tmp_path, new_children):
         def planner(cluster, _folder, client):
             argv = [sys.executable, "-c", code, str(port), *args]
             probe = http_probe(f"{cluster.base_url}/ready", client)
-            return [ChildSpec(name="router", stage=Stage.ROUTER, argv=argv, probe=probe, grace=5)]
+            return [ChildSpec(name="router", stage=Stage.ROUTER, argv=argv, probe=probe, grace=60)]
 
         cluster = ClusterOptions(model=tmp_path, port=port)
-        settings = RunOptions(cluster=cluster, log_dir=tmp_path / "logs", prompt="?", ready_seconds=20, **options)
+        settings = RunOptions(cluster=cluster, log_dir=tmp_path / "logs", prompt="?", ready_seconds=200, **options)
         return await run(settings, Console(file=out, width=120), planner)
 
     yield start, out
@@ -78,8 +76,8 @@ async def test_a_cluster_that_does_not_come_up_shows_the_last_words_and_ends_wit
 
 async def test_a_signal_while_starting_ends_it(up):
     start, _ = up
-    asyncio.get_running_loop().call_later(0.5, os.kill, os.getpid(), signal.SIGINT)
-    assert await start("import time; time.sleep(60)") == INTERRUPTED
+    code = "import os, signal, sys, time; os.kill(int(sys.argv[2]), signal.SIGINT); time.sleep(600)"
+    assert await start(code, str(os.getpid())) == INTERRUPTED
 
 
 def test_a_signal_while_a_command_is_imported_ends_it_without_a_word(monkeypatch):

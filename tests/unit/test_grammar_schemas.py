@@ -56,7 +56,6 @@ def matchers(compiler):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.timeout(300)
 def test_whatever_is_drawn_validates(matchers, tokenizer, seed):
     dice = Dice(tokenizer, VOCABULARY, ENDS, seed=seed, patience=PATIENCE)
     drawing = [matcher.copy() for matcher in matchers]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 
 import torch
+from kvferry_engine.models.linear import Multiply, fastest
 from torch.nn.functional import linear
 
 _READ = 1 << 27
@@ -29,15 +30,19 @@ class Limit:
         return steps * self._weight_bytes / (self._memory.nbytes / _seconds(self._memory.sum))
 
     def prefill(self, tokens: int) -> float:
-        """Two operations for each weight and token, in the faster of bfloat16 and float32: both are exact enough."""
+        """Two operations for each weight and token, in the fastest product of bfloat16 or float32, both exact enough.
+
+        That is the library's or the engine's own.
+        """
         operations = 2 * (self._weight_bytes / 2) * tokens
-        return operations / max(_rate(torch.bfloat16), _rate(torch.float32))
+        bf16, fp32 = torch.bfloat16, torch.float32
+        return operations / max(_rate(linear, bf16), _rate(linear, fp32), _rate(fastest(bf16, "cpu"), bf16))
 
 
-def _rate(dtype: torch.dtype) -> float:
+def _rate(multiply: Multiply, dtype: torch.dtype) -> float:
     """Floating point operations per second of a linear map."""
     x, weight = torch.ones(_ROWS, _SIDE, dtype=dtype), torch.ones(_SIDE, _SIDE, dtype=dtype)
-    return 2 * _ROWS * _SIDE**2 / _seconds(lambda: linear(x, weight))
+    return 2 * _ROWS * _SIDE**2 / _seconds(lambda: multiply(x, weight))
 
 
 def _seconds(work: Callable[[], torch.Tensor]) -> float:

@@ -2,20 +2,16 @@
  * against blocks of KEYS tokens, with a running maximum and sum. Keys and values are packed first, once for all query
  * heads: a product wants the two elements of a pair side by side, and what it spreads over a register after them. */
 
-#define QUERIES KV_QUERIES
+#define QUERIES 32 /* tokens of a block */
 #define KEYS KV_KEYS
 #define TILE 4 /* rows by registers of a product's tile */
 
-static inline const uint16_t *key_of(const KvLayer *layer, int64_t head, const int64_t *table, int64_t at) {
-  int64_t page = table[at / layer->page_size], tokens = layer->page_size;
-  return layer->pages + ((page * layer->kv_heads + head) * 2 * tokens + at % tokens) * layer->head_dim;
-}
-
 /* Keys [dim / 2][KEYS][2] and values [KEYS / 2][dim][2] of a block of tokens; zeros behind the sequence's end. */
-static void pack_block(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, uint16_t *k,
-                       uint16_t *v) {
+static void pack_block(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, void *keys,
+                       void *values) {
   const int64_t dim = layer->head_dim, step = layer->page_size * dim;
   static const uint16_t zeros[2 * MOST_DIM];
+  uint16_t *k = keys, *v = values;
   for (int64_t j = 0; j < KEYS; j += 2) {
     const uint16_t *a = first + j < len ? key_of(layer, head, table, first + j) : NULL;
     const uint16_t *b = first + j + 1 < len ? key_of(layer, head, table, first + j + 1) : NULL;
@@ -101,8 +97,9 @@ static void mix_tile(Block *block, int r, const uint16_t *v, int64_t dim) {
 
 /* The first `rows` of QUERIES tokens of one head, `stride` apart, the first of them at position `start`. */
 static void attend_block(const KvLayer *layer, const uint16_t *q, uint16_t *out, int64_t stride, int64_t out_stride,
-                         int64_t rows, int64_t start, const uint16_t *k, const uint16_t *v) {
+                         int64_t rows, int64_t start, const void *keys, const void *values) {
   const int64_t dim = layer->head_dim;
+  const uint16_t *k = keys, *v = values;
   Block block;
   for (int r = 0; r < QUERIES; r++) {
     memcpy(block.q + r * dim, q + (r < rows ? r : rows - 1) * stride, (size_t)dim * sizeof(*q));

@@ -47,25 +47,6 @@ static inline __attribute__((always_inline)) void score(Row *row, const uint16_t
   }
 }
 
-/* Makes scores of the first n tokens of a block into weights, and what was summed before comparable with them. */
-static inline void weigh(Row *row, int h, int64_t n, int64_t dim) {
-  float *scores = row->scores[h], largest, kept[LANES];
-  for (int64_t j = n; j % LANES; j++) scores[j] = -__builtin_inff();
-  vec most = v_set(row->largest[h]), sums = v_zero();
-  for (int64_t j = 0; j < n; j += LANES) most = v_max(v_load(scores + j), most);
-  largest = v_most(most);
-  for (int64_t j = 0; j < n; j += LANES) {
-    vec weights = v_exp(v_sub(v_load(scores + j), v_set(largest)));
-    v_store(scores + j, weights);
-    sums = v_add(sums, weights);
-  }
-  vec before = v_exp(v_set(row->largest[h] - largest));
-  for (int64_t d = 0; d < dim; d += LANES) v_store(row->sums[h] + d, v_mul(v_load(row->sums[h] + d), before));
-  v_store(kept, before);
-  row->total[h] = row->total[h] * kept[0] + v_sum(sums);
-  row->largest[h] = largest;
-}
-
 static inline __attribute__((always_inline)) void mix(Row *row, const uint16_t **values, int heads, int64_t n,
                                                       int64_t dim) {
   for (int64_t d = 0; d < dim; d += LANES) {
@@ -95,7 +76,7 @@ static inline __attribute__((always_inline)) void attend(const KvLayer *layer, i
     const uint16_t *keys[BLOCK], *values[BLOCK];
     find(layer, head, table, first, n, keys, values);
     score(&row, keys, heads, n, dim);
-    for (int h = 0; h < heads; h++) weigh(&row, h, n, dim);
+    for (int h = 0; h < heads; h++) weigh(row.scores[h], n, row.sums[h], dim, row.largest + h, row.total + h);
     mix(&row, values, heads, n, dim);
   }
   for (int h = 0; h < heads; h++)

@@ -2,6 +2,7 @@
  * extension cannot be loaded then, and torch computes. */
 #include "kernels.h"
 
+#include <omp.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -9,6 +10,8 @@
 
 #define OUTPUTS 48       /* outputs of a product that a thread takes at a time: their weights stay in its cache */
 #define MOST_SCORED 32   /* rows that are scored together */
+#define PIECES 4         /* of a product of many rows for a thread, so that all end at about the same time */
+#define LEAST_ROWS 96    /* of a piece: packing its weights costs as much as multiplying them with 15 */
 #define ELEMENTS 16384   /* fewer are not worth waking a thread */
 #define ATTENDED 524288  /* nor is attending to fewer, of keys by the elements of query heads: 60 us on one thread */
 
@@ -133,30 +136,59 @@ void kv_attend_rows(const KvLayer *layer, const uint16_t *q, int64_t stride, uin
 
 static int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
 
-int64_t kv_chunk_work(const KvLayer *layer, int64_t len) {
-  return 2 * layer->kv_heads * blocks(len, KV_KEYS) * KV_KEYS * layer->head_dim;
+/* Rows that a thread takes at a time: as many as it may, since weights are packed anew for them, but enough pieces for
+ * all threads. */
+static int64_t rows_at_a_time(int64_t rows, int64_t tiles) {
+  int64_t pieces = blocks(rows, KV_ROWS), wanted = blocks(PIECES * omp_get_max_threads(), tiles);
+  if (pieces < wanted) pieces = wanted < rows / LEAST_ROWS ? wanted : rows / LEAST_ROWS;
+  return pieces > 1 ? blocks(rows, pieces) : rows < KV_ROWS ? rows : KV_ROWS;
 }
 
-static void pack(const KvLayer *layer, const int64_t *table, int64_t len, uint16_t *work) {
-  const int64_t each = blocks(len, KV_KEYS), size = KV_KEYS * layer->head_dim;
+int kv_many_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs) {
+  const int64_t tiles = blocks(outputs, KV_COLUMNS), most = rows_at_a_time(rows, tiles);
+  float *wide = malloc((size_t)(rows * inputs) * sizeof(float));
+  if (!wide) return -1;
+#pragma omp parallel
+  {
+#pragma omp for schedule(static)
+    for (int64_t r = 0; r < rows; r++) level->widen(x + r * inputs, wide + r * inputs, inputs);
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < tiles * blocks(rows, most); i++) {
+      int64_t o = i % tiles * KV_COLUMNS, r = i / tiles * most;
+      int64_t columns = outputs - o < KV_COLUMNS ? outputs - o : KV_COLUMNS;
+      level->many_rows(w + o * inputs, wide + r * inputs, y + r * outputs + o, outputs, rows - r < most ? rows - r : most,
+                       columns, inputs);
+    }
+  }
+  free(wide);
+  return 0;
+}
+
+int64_t kv_chunk_work(const KvLayer *layer, int64_t len) {
+  return 2 * layer->kv_heads * blocks(len, KV_KEYS) * KV_KEYS * layer->head_dim * level->packed;
+}
+
+static void pack(const KvLayer *layer, const int64_t *table, int64_t len, uint8_t *work) {
+  const int64_t each = blocks(len, KV_KEYS), size = KV_KEYS * layer->head_dim * level->packed;
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < layer->kv_heads * each; i++) {
-    uint16_t *k = work + (i / each * each + i) * size;
+    uint8_t *k = work + (i / each * each + i) * size;
     level->pack_block(layer, i / each, table, i % each * KV_KEYS, len, k, k + each * size);
   }
 }
 
 void kv_attend_chunk(const KvLayer *layer, const uint16_t *q, int64_t stride, uint16_t *out, const int64_t *table,
-                     int64_t start, int64_t tokens, uint16_t *work) {
-  const int64_t heads = layer->kv_heads * layer->group, dim = layer->head_dim, each = blocks(tokens, KV_QUERIES);
-  const int64_t packed = blocks(start + tokens, KV_KEYS) * KV_KEYS * dim;
+                     int64_t start, int64_t tokens, uint8_t *work) {
+  const int64_t heads = layer->kv_heads * layer->group, dim = layer->head_dim, queries = level->queries;
+  const int64_t each = blocks(tokens, queries);
+  const int64_t packed = blocks(start + tokens, KV_KEYS) * KV_KEYS * dim * level->packed;
   pack(layer, table, start + tokens, work);
   /* From the last tokens on, which see the most: what is left in the end is small. */
 #pragma omp parallel for schedule(dynamic)
   for (int64_t i = 0; i < each * heads; i++) {
-    int64_t first = (each - 1 - i / heads) * KV_QUERIES, h = i % heads;
-    int64_t rows = tokens - first < KV_QUERIES ? tokens - first : KV_QUERIES;
-    const uint16_t *k = work + 2 * (h / layer->group) * packed;
+    int64_t first = (each - 1 - i / heads) * queries, h = i % heads;
+    int64_t rows = tokens - first < queries ? tokens - first : queries;
+    const uint8_t *k = work + 2 * (h / layer->group) * packed;
     level->attend_block(layer, q + first * stride + h * dim, out + (first * heads + h) * dim, stride, heads * dim, rows,
                         start + first, k, k + packed);
   }

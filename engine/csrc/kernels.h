@@ -22,6 +22,9 @@ int kv_few_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows,
 /* The same, with y in float32, rounded to bfloat16 as well. */
 int kv_score(const uint16_t *w, const uint16_t *x, float *y, int64_t rows, int64_t outputs, int64_t inputs);
 
+/* y = x W^T for many rows; kv_few_rows may differ in the last bit. At level 1 alone. */
+int kv_many_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs);
+
 /* y = x / rms(x) * w over vectors of `size`: x [tokens][heads][size] with tokens `stride` apart, y dense.
  * The first `of_first` heads take w[0], the others w[1], w [2][size]. x / rms(x) is rounded before it is multiplied. */
 void kv_rms_norm(const uint16_t *x, const uint16_t *w, uint16_t *y, int64_t tokens, int64_t heads, int64_t of_first,
@@ -85,13 +88,13 @@ typedef struct {
  * to x. Feed-forwards alone need no more of a step than x and rows. Returns 0, or -1 without memory. */
 int kv_run_layers(const KvStack *stack, const KvStep *step, int64_t first, int64_t end);
 
-/* Elements of the work space that kv_attend_chunk needs for `len` tokens. */
+/* Bytes of the work space that kv_attend_chunk needs for `len` tokens. */
 int64_t kv_chunk_work(const KvLayer *layer, int64_t len);
 
 /* out[t] = attention of q[t], [kv_heads * group][head_dim], `stride` apart, to the first start + t + 1 tokens of the
- * pages of `table`, for all t below `tokens`; at level 2 alone. */
+ * pages of `table`, for all t below `tokens`. */
 void kv_attend_chunk(const KvLayer *layer, const uint16_t *q, int64_t stride, uint16_t *out, const int64_t *table,
-                     int64_t start, int64_t tokens, uint16_t *work);
+                     int64_t start, int64_t tokens, uint8_t *work);
 
 /* cffi: end */
 #endif

@@ -21,15 +21,22 @@ typedef struct {
   /* One KV head of one token. */
   void (*attend_row)(const KvLayer *layer, int64_t head, const uint16_t *q, uint16_t *out, const int64_t *table,
                      int64_t len);
-  /* KV_KEYS tokens from `first` on of one KV head, of `len` in all, into packed keys and values. NULL at AVX2. */
-  void (*pack_block)(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, uint16_t *k,
-                     uint16_t *v);
-  /* Up to KV_QUERIES tokens, of which the first is at position `start`, of one query head. NULL at AVX2. */
+  /* `rows` rows, up to KV_ROWS, by up to KV_COLUMNS outputs of the product, y `stride` apart; x is float32. NULL where
+   * the library is as fast. */
+  void (*many_rows)(const uint16_t *w, const float *x, uint16_t *y, int64_t stride, int64_t rows, int64_t outputs,
+                    int64_t inputs);
+  /* KV_KEYS tokens from `first` on of one KV head, of `len` in all, into packed keys and values. */
+  void (*pack_block)(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, void *k,
+                     void *v);
+  int64_t packed; /* bytes of an element of those */
+  /* Up to `queries` tokens, of which the first is at position `start`, of one query head. */
   void (*attend_block)(const KvLayer *layer, const uint16_t *q, uint16_t *out, int64_t stride, int64_t out_stride,
-                       int64_t rows, int64_t start, const uint16_t *k, const uint16_t *v);
+                       int64_t rows, int64_t start, const void *k, const void *v);
+  int64_t queries;
 } KvLevel;
 
-#define KV_QUERIES 32
+#define KV_ROWS 516
+#define KV_COLUMNS 32
 #define KV_KEYS 64
 
 extern const KvLevel kv_avx2, kv_avx512;

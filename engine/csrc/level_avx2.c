@@ -6,13 +6,22 @@
 
 #include "vector.h"
 
+#include <stddef.h>
 #include <string.h>
 
 #include "level.h"
 
+#include "pages.h"
+#include "softmax.h"
+
 #include "attend_row.h"
 #include "elementwise.h"
+
+#include "tile_avx2.h"
+
+#include "attend_chunk_avx2.h"
 #include "few_rows_avx2.h"
+#include "many_rows_avx2.h"
 
 const KvLevel kv_avx2 = {
     .few_rows = few_rows,
@@ -23,6 +32,11 @@ const KvLevel kv_avx2 = {
     .silu_times = silu_times,
     .rotate = rotate,
     .attend_row = attend_row,
+    .many_rows = many_rows,
+    .pack_block = pack_block,
+    .packed = sizeof(float),
+    .attend_block = attend_block,
+    .queries = QUERIES,
 };
 
 #endif

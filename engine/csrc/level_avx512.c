@@ -11,6 +11,9 @@
 
 #include "level.h"
 
+#include "pages.h"
+#include "softmax.h"
+
 #include "attend_row.h"
 
 #include "attend_chunk_avx512.h"
@@ -26,7 +29,9 @@ const KvLevel kv_avx512 = {
     .rotate = rotate,
     .attend_row = attend_row,
     .pack_block = pack_block,
+    .packed = sizeof(uint16_t),
     .attend_block = attend_block,
+    .queries = QUERIES,
 };
 
 #endif

@@ -30,6 +30,7 @@ class Kernels:
         """Make a structure of csrc/kernels.h, which Python owns."""
         self._bf16 = ffi.typeof("uint16_t *")
         self._floats = ffi.typeof("float *")
+        self._octets = ffi.typeof("uint8_t *")
         self._ints = ffi.typeof("int64_t *")
 
     @property
@@ -39,10 +40,17 @@ class Kernels:
 
     def few_rows(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [rows, inputs] times W [outputs, inputs]: x W^T [rows, outputs]. Bound by reading W, for few rows."""
+        return self._product(self._lib.kv_few_rows, x, weight)
+
+    def many_rows(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The same, bound by multiplying, for many rows; AVX2 alone."""
+        return self._product(self._lib.kv_many_rows, x, weight)
+
+    def _product(self, product: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - of cffi
         x = x.contiguous()
         (rows, inputs), outputs = x.shape, len(weight)
         y = torch.empty((rows, outputs), dtype=torch.bfloat16)
-        if self._lib.kv_few_rows(self.at(weight), self.at(x), self.at(y), rows, outputs, inputs):
+        if product(self.at(weight), self.at(x), self.at(y), rows, outputs, inputs):
             raise MemoryError
         return y
 
@@ -113,20 +121,27 @@ class Kernels:
     def attend_chunk(
         self, layer: Layer, q: torch.Tensor, table: torch.Tensor, start: int, work: torch.Tensor
     ) -> torch.Tensor:
-        """Attend from q [T, heads, D] of one sequence, tokens may lie apart, from position `start` on; AVX512 alone.
+        """Attend from q [T, heads, D] of one sequence, tokens may lie apart, from position `start` on.
 
         Each sees all up to its own. `table` are the sequence's pages, int64; `work` comes from `chunk_work`. Returns
         [T, heads, D], dense.
         """
         out = torch.empty(q.shape, dtype=torch.bfloat16)
         self._lib.kv_attend_chunk(
-            layer, self.at(q), q.stride(0), self.at(out), self.ints(table), start, len(q), self.at(work)
+            layer,
+            self.at(q),
+            q.stride(0),
+            self.at(out),
+            self.ints(table),
+            start,
+            len(q),
+            self._cast(self._octets, work.data_ptr()),
         )
         return out
 
     def chunk_work(self, layer: Layer, kv_len: int) -> torch.Tensor:
         """Work space for `attend_chunk` over so many tokens; all layers may share it."""
-        return torch.empty(self._lib.kv_chunk_work(layer, kv_len), dtype=torch.bfloat16)
+        return torch.empty(self._lib.kv_chunk_work(layer, kv_len), dtype=torch.uint8)
 
     def run_layers(self, stack: Any, step: Any, first: int, end: int) -> None:  # noqa: ANN401 - structures of cffi
         """Run halves [first, end) of a KvStack's layers on the rows of a KvStep."""

@@ -111,6 +111,17 @@ def test_a_token_is_the_same_alone_in_a_batch_and_behind_others_of_its_sequence(
     assert torch.equal(of.plan(slices[1:2]).run(1, q[6:7]), together[6:7])
 
 
+def test_a_long_context_and_the_widest_heads_attend_in_blocks(level):
+    of = Sequences(5, group=2, kv_heads=1, head_dim=256, page_size=16)
+    slices = [of.slice(700, 150)]
+    (before,) = of.fill(slices)
+    q, k, v = of.noise(150, 2), of.noise(150, 1), of.noise(150, 1)
+    plan = of.plan(slices)
+    plan.append_kv(1, k, v)
+    exact = expected(q, *(torch.cat(pair) for pair in zip(before, (k, v), strict=True)))
+    torch.testing.assert_close(plan.run(1, q).double(), exact, rtol=2**-7, atol=2**-8)
+
+
 @pytest.mark.parametrize("new", [1, 40])
 def test_a_key_that_is_not_a_number_spoils_its_own_sequence_alone(level, new):
     of = Sequences(4, group=2, kv_heads=1, head_dim=16, page_size=8)

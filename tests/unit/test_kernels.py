@@ -5,6 +5,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_levels import found, level, needs_kernels
+from kvferry_engine.kernels import AVX2
 from torch.nn import functional
 
 pytestmark = needs_kernels
@@ -14,6 +15,13 @@ anything = settings(
 )
 ROUNDED_TWICE = {"rtol": 2**-7, "atol": 1e-5}
 seeds = st.integers(0, 1000)
+
+
+@pytest.fixture
+def narrow_level(level):
+    """The level that has a product of many rows of its own."""
+    if level != AVX2:
+        pytest.skip("many rows are the library's there")
 
 
 def drawn(seed, *shapes):
@@ -30,6 +38,43 @@ def test_a_product_is_that_in_float32_rounded_once(level, seed, rows, outputs, i
     assert got.dtype == torch.bfloat16
     # One rounding to 8 bits, and what float32 sums lose where large terms cancel.
     torch.testing.assert_close(got.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+@anything
+@given(seed=seeds, rows=st.integers(1, 40), outputs=st.integers(1, 100), inputs=st.integers(1, 700))
+def test_a_product_of_many_rows_is_that_in_float32_rounded_once(narrow_level, seed, rows, outputs, inputs):
+    x, weight = drawn(seed, (rows, inputs), (outputs, inputs))
+    exact = functional.linear(x.double(), weight.double())
+    # One term after the other: more is lost than in few_rows, which adds eight sums.
+    torch.testing.assert_close(found.many_rows(x, weight).double(), exact, rtol=2**-8, atol=5e-4)
+
+
+@pytest.mark.parametrize("rows", [17, 600])
+def test_a_row_of_a_large_product_is_the_same_whatever_is_beside_it(narrow_level, rows):
+    x, weight = drawn(3, (rows, 600), (70, 600))
+    together = found.many_rows(x, weight)
+    for first, last in ((0, 1), (1, 6), (5, 17), (rows - 4, rows)):
+        assert torch.equal(found.many_rows(x[first:last], weight), together[first:last])
+
+
+def test_a_large_product_is_the_same_on_any_number_of_threads(narrow_level):
+    x, weight = drawn(4, (500, 64), (48, 64))
+    before = torch.get_num_threads()
+    one_after_the_other = found.many_rows(x, weight)
+    try:
+        torch.set_num_threads(16)
+        assert torch.equal(found.many_rows(x, weight), one_after_the_other)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_is_not_a_number_spoils_its_own_row_and_output_of_a_large_product(narrow_level):
+    x, weight = torch.ones(20, 40).bfloat16(), torch.ones(40, 40).bfloat16()
+    x[3, 9] = weight[33, 9] = float("nan")
+    got = found.many_rows(x, weight)
+    assert got[3].isnan().all()
+    assert got[:, 33].isnan().all()
+    assert got.isnan().sum() == 20 + 40 - 1
 
 
 @pytest.mark.parametrize("outputs", [48, 577])

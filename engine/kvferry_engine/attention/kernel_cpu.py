@@ -1,7 +1,7 @@
 """Attention over the paged cache in kernels of our own, for bfloat16 on CPUs: keys and values are read where they lie.
 
 Sequences with few new tokens attend token by token, each in the same order of sums whatever is beside it. Those with
-many do so in blocks, whose products the processor has to be able to do in bfloat16.
+many do so in blocks.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kvferry_engine.batch import ForwardBatch, Ints
-from kvferry_engine.kernels import AVX512, Kernels
+from kvferry_engine.kernels import Kernels
 from kvferry_engine.kv_pool import KVPool
 
 FEW_TOKENS = 17
@@ -47,7 +47,7 @@ class KernelPlan:
         self._kernels, self._pool, self._layer = kernels, pool, kernels.layers(pool.tensor)
         self._slots = torch.from_numpy(batch.slot_pages * batch.page_size + batch.slot_offsets)
         self._opened = torch.from_numpy(batch.opened_pages)
-        chunked = batch.q_lens > FEW_TOKENS if kernels.level == AVX512 else np.zeros(len(batch), dtype=bool)
+        chunked = batch.q_lens > FEW_TOKENS
         self._few = _plan_rows(batch, np.flatnonzero(~chunked))
         self._chunks = [_plan_chunk(batch, int(index)) for index in np.flatnonzero(chunked)]
         self._work: torch.Tensor | None = None

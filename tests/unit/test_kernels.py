@@ -121,7 +121,8 @@ def test_a_norm_is_rounded_before_and_after_its_weight(level, seed, tokens, head
     scale = (x.float().square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     which = torch.tensor([0] * heads[0] + [1] * heads[1])
     expected = (x.float() * scale).bfloat16() * weights[which]
-    torch.testing.assert_close(found.rms_norm(x, weights, 1e-5, heads[0]), expected, **ROUNDED_TWICE)
+    # Sums of squares that differ in the last bit may turn both roundings, each by one of 2**-7 at most.
+    torch.testing.assert_close(found.rms_norm(x, weights, 1e-5, heads[0]), expected, rtol=2**-6, atol=1e-5)
 
 
 @anything

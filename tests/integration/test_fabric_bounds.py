@@ -1,8 +1,6 @@
 """Schedules that do not fit their regions are refused before anything is posted."""
 
-import gc
 from collections.abc import Iterator
-from pathlib import Path
 
 import fabric_rig as rig
 import msgspec
@@ -143,12 +141,10 @@ def test_read_only_memory_is_refused(pair) -> None:
 
 
 def test_an_engine_that_is_dropped_ends_its_thread():
-    gc.collect()
-    before = len(list(Path("/proc/self/task").iterdir()))
+    before = rig.Held()
     engine = TransferEngine("tcp", incarnation=1)
     engine.register(memoryview(bytearray(4096)))
     engine.cycle = engine
-    assert len(list(Path("/proc/self/task").iterdir())) == before + 1
+    assert len(before.left_over()[1]) == 1
     del engine
-    gc.collect()
-    assert len(list(Path("/proc/self/task").iterdir())) == before
+    assert before.left_over() == rig.NOTHING

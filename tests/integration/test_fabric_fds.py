@@ -16,7 +16,7 @@ OPENING = """
 import os, resource, sys
 sys.path.insert(0, sys.argv[2])
 from kvferry_fabric import FabricError, TransferEngine
-from fabric_rig import held_by_process
+from fabric_rig import NOTHING, Held
 
 provider, most = sys.argv[1], resource.getrlimit(resource.RLIMIT_NOFILE)
 with TransferEngine(provider, incarnation=0):
@@ -25,7 +25,7 @@ held = {int(name) for name in os.listdir("/proc/self/fd")}
 while os.open("/dev/null", os.O_RDONLY) <= max(held):
     pass  # below the limits to come no number is free
 first = len(os.listdir("/proc/self/fd")) - 1
-before = held_by_process()
+before = Held()
 for room in range(100):
     resource.setrlimit(resource.RLIMIT_NOFILE, (first + room, most[1]))
     try:
@@ -33,7 +33,7 @@ for room in range(100):
     except FabricError as error:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
         assert str(error).startswith("cannot open"), error
-        assert held_by_process() == before, (room, error)
+        assert before.left_over() == NOTHING, (room, error)
     else:
         resource.setrlimit(resource.RLIMIT_NOFILE, most)
         print(room)

@@ -9,7 +9,7 @@ import fabric_rig as rig
 import fabric_soak
 import numpy as np
 import pytest
-from fabric_rig import held_by_process, schedule
+from fabric_rig import NOTHING, Held, schedule
 from kvferry_fabric import EventKind, SharedMemory, Transfer, TransferEngine
 
 TRANSFERS = 300
@@ -67,7 +67,7 @@ class Soak:
 def test_three_hundred_transfers_with_cancels_leave_nothing(provider) -> None:
     with TransferEngine(provider, incarnation=0):
         pass  # what libfabric keeps for the process is opened once
-    before = held_by_process()
+    before = Held()
     pair = rig.Pair(provider, layers=4, pages=64, page=1024)
     soak = Soak(pair)
     while len(soak.ends) + len(soak.live) < TRANSFERS - 1 or not soak.free:
@@ -87,7 +87,7 @@ def test_three_hundred_transfers_with_cancels_leave_nothing(provider) -> None:
         handle.close()
     assert held(pair.sender) == held(pair.receiver) == {}
     pair.close()
-    assert held_by_process() == before
+    assert before.left_over() == NOTHING
 
 
 class Kills:
@@ -164,7 +164,7 @@ def test_random_cancels_and_kills_leave_nothing(provider) -> None:
     """Contexts, registrations, address entries, file descriptors, threads: none is left of ten thousand transfers."""
     with TransferEngine(provider, incarnation=0):
         pass
-    before = held_by_process()
+    before = Held()
     kills = Kills(provider, MANY)
     kills.run()
     assert kills.ended == MANY
@@ -173,7 +173,7 @@ def test_random_cancels_and_kills_leave_nothing(provider) -> None:
     assert held(kills.sender) == {}
     assert all(domain.in_flight_bytes == 0 for domain in kills.sender.domain_stats())
     kills.sender.close()
-    assert held_by_process() == before
+    assert before.left_over() == NOTHING
 
 
 # Not shm: libfabric 1.17 lets two endpoints of one process share a mapping, and frees it under the other one.
@@ -181,7 +181,7 @@ def test_random_cancels_and_kills_leave_nothing(provider) -> None:
 def test_closing_in_the_middle_of_transfers_leaves_nothing(provider) -> None:
     with TransferEngine(provider, incarnation=0):
         pass
-    before = held_by_process()
+    before = Held()
     for _ in range(3):
         pair = rig.Pair(provider, layers=2, pages=512)
         everything = np.arange(512)
@@ -191,19 +191,19 @@ def test_closing_in_the_middle_of_transfers_leaves_nothing(provider) -> None:
         pair.counter.bump()
         pair.close()
         pair.close()
-    assert held_by_process() == before
+    assert before.left_over() == NOTHING
 
 
 @pytest.mark.parametrize("provider", ["tcp", "local"])
 def test_a_short_soak_with_kills_cuts_and_cancels(provider) -> None:
     """What `make soak` runs for ten minutes."""
-    before = held_by_process()
+    before = Held()
     sums = Counter(fabric_soak.soak(provider, seconds=3, seed=5, say=lambda _: None))
     assert sums["done"] > 0
     assert sums["verified_bytes"] > 0
     assert sums["cancelled"] + sums["failed"] > 0
     assert sums["receivers_killed"] + sums["senders_killed"] + sums["cuts"] + sums["link_cuts"] > 0
-    assert held_by_process() == before
+    assert before.left_over() == NOTHING
 
 
 def test_an_idle_engine_sleeps() -> None:
@@ -245,8 +245,8 @@ def test_a_program_that_forgets_to_close_ends_cleanly() -> None:
 def test_an_engine_that_nobody_refers_to_is_closed() -> None:
     with TransferEngine("tcp", incarnation=0):
         pass
-    before = held_by_process()
+    before = Held()
     engine = TransferEngine("tcp", incarnation=1)
     engine.register(memoryview(bytearray(4096)))
     del engine
-    assert held_by_process() == before
+    assert before.left_over() == NOTHING

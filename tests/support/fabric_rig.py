@@ -26,10 +26,21 @@ OVER_NICS = tuple(name for name in PROVIDERS if name != "local")
 BIND = os.environ.get("KVFERRY_TEST_BIND", "127.0.0.1")
 
 
-def held_by_process() -> tuple[int, int]:
+NOTHING: tuple[int, set[str]] = (0, set())
+
+
+class Held:
     """Open file descriptors and threads of this process, but for what is garbage, as of earlier tests."""
-    gc.collect()
-    return len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.fds = len(list(Path("/proc/self/fd").iterdir()))
+        self.threads = {task.name for task in Path("/proc/self/task").iterdir()}
+
+    def left_over(self) -> tuple[int, set[str]]:
+        """What has come since. Libraries that an earlier test called may end threads of theirs meanwhile."""
+        now = Held()
+        return max(0, now.fds - self.fds), now.threads - self.threads
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:

@@ -185,7 +185,7 @@ def soak(provider: str, seconds: float, seed: int, say: Callable[[dict[str, Any]
     """Run for so many seconds. Returns the sums; raises AssertionError if something does not hold."""
     with TransferEngine(provider, incarnation=0, bind=rig.BIND):
         pass  # what libfabric keeps for the process is opened once
-    before = rig.held_by_process()
+    before = rig.Held()
     with ExitStack() as stack:
         hosts = stack.enter_context(netns.hosts_if_possible()) if provider in OVER_LINKS else None
         if hosts is not None:
@@ -197,7 +197,7 @@ def soak(provider: str, seconds: float, seed: int, say: Callable[[dict[str, Any]
             if run.step(time.monotonic() - last):
                 last = time.monotonic()
         sums = run.finish()
-    assert rig.held_by_process() == before, "file descriptors and threads of this process"
+    assert before.left_over() == rig.NOTHING, "file descriptors and threads of this process"
     return sums
 
 

@@ -116,7 +116,7 @@ class WorkerNode(ABC):
                 view.run(),
                 service.run(),
                 service.housekeeping(alive),
-                watch_standstill(settings.lease_seconds, service.stood_still),
+                watch_standstill(settings.standstill_seconds, service.stood_still),
                 self._watch(worker, service),
                 self._watch_ranks(worker, service, registry),
             ):

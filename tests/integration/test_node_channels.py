@@ -24,6 +24,8 @@ from kvferry_proto.nodes import NodeRef, Peer, new_incarnation
 from kvferry_proto.to_decoder import CancelConfirmed, FromPrefiller
 from kvferry_proto.to_prefiller import CancelPrefill, ToPrefiller
 from kvferry_proto.to_router import CancelGenerate, Generate, ToRouter
+from router_rig import warm_up
+from wire import Wire
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -31,6 +33,12 @@ DECODER = NodeRef("decoder-1", new_incarnation())
 PREFILLER = NodeRef("prefiller-1", new_incarnation())
 
 LAYOUT = KVLayout(model="m", dtype="float32", layers=1, kv_heads=1, head_dim=1, page_size=1)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _threads() -> None:
+    """Those that stay for as long as the process, before they are counted."""
+    warm_up()
 
 
 def cancel(number: int = 0) -> CancelPrefill:
@@ -270,6 +278,25 @@ async def test_node_restarted_behind_the_same_port_refuses_what_its_predecessor_
         await eventually(lambda: handled)
         successor.close()
         await task
+
+
+async def test_a_connection_that_is_back_after_a_break_is_told_of_before_what_comes_by_it(eventually):
+    async with Ends(confirm).running() as ends, Wire(ends.inbox.endpoint) as wire:
+        back: list[Any] = []
+        post = Post(
+            DECODER, FromPrefiller, lambda _, message: back.append(message.slot), NodeMetrics(), on_return=back.append
+        )
+        channel = post.to(Peer(ref=PREFILLER, endpoint=wire.endpoint))
+        channel.send(cancel(1))
+        await eventually(lambda: back == [1])
+        for number in (2, 3):
+            await wire.cut()
+            channel.send(cancel(number))
+            await asyncio.sleep(0.05)
+            await wire.mend()
+            await eventually(lambda number=number: back[-1] == number)
+        assert back == [1, PREFILLER, 2, PREFILLER, 3]
+        post.close()
 
 
 async def test_message_of_a_stranger_on_a_channel_is_refused(eventually):

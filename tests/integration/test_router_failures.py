@@ -4,14 +4,16 @@ import asyncio
 import json
 import random
 
+import msgspec
 import pytest
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.message import Refused, RequestFailed
 from kvferry_proto.to_router import Accepted
 from kvferry_proto.usage import FinishReason
 from router_rig import running_cluster, warm_up
-from scripted import ANSWER, finished, speak, step
+from scripted import ANSWER, ScriptedDecoder, finished, speak, step
 from text_folder import make_model_folder
+from wire import Wire
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 
@@ -138,6 +140,29 @@ async def test_a_decoder_restarted_under_its_id_may_have_what_its_last_life_fail
     again = await cluster.decoder("d1")
     assert (await task)["choices"][0]["token_ids"] == cluster.tokens()
     assert again.assigned[0].answered == 4
+
+
+@pytest.mark.parametrize("cut", [0, 4])
+async def test_what_a_decoder_said_while_its_connection_was_broken_is_asked_for_again(
+    redis_server, cluster, eventually, cut
+):
+    """The decoder can tell nobody, and drops the request; its lease goes on."""
+    decoder = ScriptedDecoder(redis_server.url, "d1", cluster.tokens())
+    decoder.pause_at = cut
+    async with Wire(decoder.inbox.endpoint) as wire:
+        decoder.registry.record = msgspec.structs.replace(decoder.record, endpoint=wire.endpoint)
+        cluster.decoders.append(await decoder.start())
+        await cluster.until(lambda state: state["decoders"] == 1)
+        task = asyncio.create_task(cluster.complete(return_token_ids=True))
+        await eventually(lambda: decoder.assigned)
+        await streamed(cluster, cut)
+        await wire.cut()
+        decoder.go.set()
+        await eventually(lambda: not decoder.running)
+        await wire.mend()
+        assert (await task)["choices"][0]["token_ids"] == cluster.tokens()
+        first, second = decoder.assigned
+        assert (second.answered, first.request_id in decoder.cancelled) == (cut, True)
 
 
 @pytest.mark.parametrize("code", [ErrorCode.OVERLOADED, ErrorCode.TRANSFER_FAILED, ErrorCode.DRAINING])

@@ -56,7 +56,7 @@ async def test_sigterm_lets_a_stream_end_and_exits_0(redis_server, tmp_path):
     )
     decoder = await ScriptedDecoder(redis_server.url, "d1", answer).start()
     try:
-        async with asyncio.timeout(40), httpx.AsyncClient(timeout=10) as http:
+        async with asyncio.timeout(300), httpx.AsyncClient(timeout=60) as http:
             http.base_url = (await logged(process, "serving"))["http"]
             while (await http.get("/ready")).status_code != 200:  # noqa: ASYNC110  # nothing here can set an event
                 await asyncio.sleep(0.05)

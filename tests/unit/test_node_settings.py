@@ -42,6 +42,7 @@ def test_values_are_read_from_text():
     assert (got.providers, got.verify_kv, got.redis_url) == (["tcp", "shm"], True, "unix:///r")
     got = load({}, {"KVFERRY_REDIS_URL": "redis://a", "REDIS_URL": "unix:///r"})
     assert got.redis_url == "redis://a"
+    assert load({"lease_seconds": "4", "heartbeat_seconds": "0.5"}).standstill_seconds == 3.5
     assert load({"fault": "corrupt-write=3,delay-write-ms=0.5"}).faults == {"corrupt-write": 3, "delay-write-ms": 0.5}
 
 

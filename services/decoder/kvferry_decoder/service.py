@@ -234,7 +234,7 @@ class DecoderService(WorkerService[str, Request]):
 
     def stood_still(self, seconds: float) -> None:
         """This node was taken for lost meanwhile. What peers said may never come: nothing can be waited for."""
-        text = f"decoder {self._ref.id} stood still for {seconds:.1f} s, longer than its lease"
+        text = f"decoder {self._ref.id} stood still for {seconds:.1f} s, long enough for its lease to end"
         for request in list(self._requests.values()):
             self._give_up(request, self._error(ErrorCode.NODE_LOST, text, Phase.DECODE))
 

@@ -5,6 +5,7 @@ All of it belongs to the thread of the event loop. Sending never waits: a full q
 
 import asyncio
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,7 +17,7 @@ from kvferry_node.addresses import authority, published
 from kvferry_node.errors import BindError, PeerGone, QueueFull
 from kvferry_node.metrics import NodeMetrics
 from kvferry_node.reception import Handler, Origin, Reception
-from kvferry_node.sockets import Curve, Pump, bound_endpoint, open_dealer, open_router
+from kvferry_node.sockets import Curve, Pump, Returns, bound_endpoint, open_dealer, open_router
 
 __all__ = ["Channel", "Curve", "Handler", "Inbox", "Origin", "Post"]
 
@@ -113,7 +114,14 @@ class _Caller:
 class Channel:
     """One DEALER socket to one life of a peer; messages carry its incarnation, so that a successor refuses them."""
 
-    def __init__(self, ref: NodeRef, peer: Peer, reception: Reception, curve: Curve | None) -> None:
+    def __init__(
+        self,
+        ref: NodeRef,
+        peer: Peer,
+        reception: Reception,
+        curve: Curve | None,
+        on_return: Callable[[NodeRef], None] | None = None,
+    ) -> None:
         """Connect, in the background: what is sent meanwhile is queued. Needs a running loop."""
         self.peer = peer
         self._ref = ref
@@ -128,6 +136,7 @@ class Channel:
             msg = f"{peer.ref} has published an endpoint that can't be connected to, {peer.endpoint!r}: {error}"
             raise PeerGone(msg) from None
         self._pump = Pump(self._socket, self._take)
+        self._returns = None if on_return is None else Returns(self._socket, lambda: on_return(peer.ref))
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message to the peer, in order after those before it.
@@ -152,9 +161,13 @@ class Channel:
         """Disconnect. What is queued still leaves, for half a second at most."""
         if not self._socket.closed:
             self._pump.stop()
+            if self._returns is not None:
+                self._returns.close()
             self._socket.close()
 
     def _take(self, parts: list[bytes]) -> None:
+        if self._returns is not None:
+            self._returns.look()
         self._reception.take(parts, lambda sender: _Answerer(self, sender), self.peer.ref)
 
 
@@ -189,11 +202,15 @@ class Post:
         handler: Handler,
         metrics: NodeMetrics,
         curve: Curve | None = None,
+        *,
+        on_return: Callable[[NodeRef], None] | None = None,
     ) -> None:
+        """`on_return` is told whose connection is there again after a break, in which messages may have been lost."""
         self._ref = ref
         self._reception = Reception(ref, kind, handler, metrics)
         self._metrics = metrics
         self._curve = curve
+        self._on_return = on_return
         self._channels: dict[NodeRef, Channel] = {}
 
     def to(self, peer: Peer) -> Channel:
@@ -206,7 +223,7 @@ class Post:
         if channel is not None and channel.peer.endpoint == peer.endpoint:
             return channel
         self._drop(peer.ref)
-        channel = Channel(self._ref, peer, self._reception, self._curve)
+        channel = Channel(self._ref, peer, self._reception, self._curve, self._on_return)
         self._channels[peer.ref] = channel
         self._metrics.channels.set(len(self._channels))
         return channel

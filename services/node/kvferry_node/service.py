@@ -110,14 +110,14 @@ async def wait_until(condition: Callable[[], bool], seconds: float, *, every: fl
 async def watch_standstill(longest: float, on_standstill: Callable[[float], None], *, every: float = 0.25) -> None:
     """Call `on_standstill` with the seconds, whenever this process has stood still for longer than `longest`.
 
-    A process that was stopped, or starved, for longer than its lease was taken for lost by everyone else.
+    A process that was stopped, or starved, for so long that its lease ended was taken for lost by everyone else.
     """
     while True:
         before = time.monotonic()
         await asyncio.sleep(every)
         away = time.monotonic() - before
         if away > longest:
-            get_logger().warning("stood still for longer than the lease", seconds=round(away, 3))
+            get_logger().warning("stood still so long that the lease may have ended", seconds=round(away, 3))
             on_standstill(away)
 
 

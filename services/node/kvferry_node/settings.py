@@ -86,6 +86,11 @@ class NodeSettings(msgspec.Struct, kw_only=True, frozen=True):
             raise SettingsError(msg)
 
     @property
+    def standstill_seconds(self) -> float:
+        """After standing still for longer this node's lease may have ended: it runs from the last beat before."""
+        return self.lease_seconds - self.heartbeat_seconds
+
+    @property
     def faults(self) -> dict[str, float]:
         """The faults to inject, by name."""
         pairs = (item.split("=") for item in self.fault.split(",") if item)

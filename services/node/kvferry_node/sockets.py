@@ -70,6 +70,38 @@ def open_dealer(identity: bytes, curve: Curve | None) -> Socket:
     return socket
 
 
+class Returns:
+    """Tells of every connection of a DEALER socket but the first: the one before it broke, and what was under way on
+    it, in either direction, may be lost."""
+
+    def __init__(self, socket: Socket, on_return: Callable[[], None]) -> None:
+        """Needs a running loop; `on_return` must not raise."""
+        self._socket = socket
+        self._on_return = on_return
+        self._connections = 0
+        self._monitor: Socket = socket.get_monitor_socket(zmq.Event.HANDSHAKE_SUCCEEDED)
+        self._pump = Pump(self._monitor, self._take)
+
+    def look(self) -> None:
+        """Tell now: before anything that came by the new connection is handed on."""
+        while True:
+            try:
+                self._take(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+
+    def close(self) -> None:
+        """Stop; before the socket is closed."""
+        self._pump.stop()
+        self._socket.disable_monitor()
+        self._monitor.close(linger=0)
+
+    def _take(self, _parts: list[bytes]) -> None:
+        self._connections += 1
+        if self._connections > 1:
+            self._on_return()
+
+
 def _open(kind: int) -> Socket:
     socket: Socket = zmq.Context.instance().socket(kind)
     socket.ipv6 = True

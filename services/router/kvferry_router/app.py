@@ -56,7 +56,9 @@ class Router:
             placer=self._placer,
             decoders=self._decoders,
             alive=self._alive,
-            open_post=lambda handler: Post(self.ref, FromDecoder, handler, self._node_metrics, curve),
+            open_post=lambda handler, on_return: Post(
+                self.ref, FromDecoder, handler, self._node_metrics, curve, on_return=on_return
+            ),
             metrics=metrics,
         )
         jobs = JobMaker(settings, text, Limits(self._decoders, text.max_context))
@@ -99,7 +101,7 @@ class Router:
             await self._placer.close()
 
     async def _serve(self, server: HttpServer, registry: Registry) -> None:
-        standstill = watch_standstill(self._settings.lease_seconds, self.dispatcher.stood_still)
+        standstill = watch_standstill(self._settings.standstill_seconds, self.dispatcher.stood_still)
         async with running(server.wait(), self.inbox.run(), self._view.run(), self._stay(registry), standstill):
             self._log.info("serving", http=server.url, zmq=self.inbox.endpoint, model=self._settings.model_name)
             self.started.set()

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections.abc import Callable
 
-from kvferry_node.channels import Handler, Post
 from kvferry_node.logs import get_logger
 from kvferry_node.placement import Placement, PlacementAsk, Placer
 from kvferry_node.service import wait_until
@@ -24,7 +23,7 @@ from kvferry_router.model_folder import ModelText
 from kvferry_router.prefix_memory import PrefixMemory
 from kvferry_router.request import Request
 from kvferry_router.settings import RouterSettings
-from kvferry_router.switchboard import Switchboard
+from kvferry_router.switchboard import OpenPost, Switchboard
 
 RETRY_AFTER_SECONDS = 1.0
 # After the last request has gone, confirmations of cancels may still be on their way.
@@ -43,7 +42,7 @@ class Dispatcher:
         placer: Placer,
         decoders: Callable[[], list[NodeRecord]],
         alive: Callable[[NodeRef], bool],
-        open_post: Callable[[Handler], Post],
+        open_post: OpenPost,
         metrics: RouterMetrics,
     ) -> None:
         """`alive`: whether this life of a node is in the cluster, as far as this router has heard."""

@@ -21,6 +21,7 @@ from kvferry_proto.to_router import Accepted, Cancelled, Finished, TokenRun, Tok
 from kvferry_router.attempt import Attempt, LastWord, Lost, StopFound
 from kvferry_router.metrics import RouterMetrics
 
+OpenPost = Callable[[Handler, Callable[[NodeRef], None]], Post]
 CANCEL_RESEND_SECONDS = 0.2
 LAST_WORD_SECONDS = 1.5
 """How long the end of an answer waits for what its decoder knows of it; the decoder waits for a second itself."""
@@ -42,14 +43,14 @@ class Switchboard:
 
     def __init__(
         self,
-        open_post: Callable[[Handler], Post],
+        open_post: OpenPost,
         metrics: RouterMetrics,
         *,
         stop_token_ids: list[int],
         accept_seconds: float,
         cancel_seconds: float,
     ) -> None:
-        self.post = open_post(self.on_message)
+        self.post = open_post(self.on_message, self.on_return)
         self._metrics = metrics
         self._stop_token_ids = stop_token_ids
         self._accept_seconds = accept_seconds
@@ -121,10 +122,18 @@ class Switchboard:
             self._forget(closing)
         self.post.forget(record.ref)
 
+    def on_return(self, decoder: NodeRef) -> None:
+        """The connection to a decoder broke, and is there again. What it said meanwhile is lost, and it drops what it
+        can't tell of: ask again, and say so to be sure."""
+        for attempt in [each for each in self._open.values() if each.decoder.ref == decoder]:
+            text = f"the connection to decoder {decoder.id} broke for a while"
+            error = RequestError(code=ErrorCode.NODE_LOST, message=text, phase=attempt.request.phase, node=decoder.id)
+            attempt.finish(Lost(error=error, retry=True, held=True, blame=False))
+
     def stood_still(self, seconds: float) -> None:
         """Decoders have taken this router for lost and dropped what it wanted: ask again, and say so to be sure."""
         for attempt in list(self._open.values()):
-            text = f"the router stood still for {seconds:.1f} s, longer than its lease"
+            text = f"the router stood still for {seconds:.1f} s, long enough for its lease to end"
             error = RequestError(code=ErrorCode.NODE_LOST, message=text, phase=attempt.request.phase)
             attempt.finish(Lost(error=error, retry=True, held=True, blame=False))
 

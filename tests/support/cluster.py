@@ -177,8 +177,10 @@ class Cluster:
         return [node for node in self.nodes.values() if node.role != "router"]
 
     def start_redis(self):
-        command = ["redis-server", "--port", "0", "--unixsocket", str(self.socket), "--save", "", "--appendonly", "no"]
-        self.redis_process = subprocess.Popen([*command, "--dir", str(self.folder)], stdout=subprocess.DEVNULL)
+        # A test run that is killed takes its Redis with it.
+        command = ["setpriv", "--pdeathsig", "KILL", "redis-server", "--port", "0", "--unixsocket", str(self.socket)]
+        command += ["--save", "", "--appendonly", "no", "--dir", str(self.folder)]
+        self.redis_process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def stop_redis(self):
         self.redis_process.kill()

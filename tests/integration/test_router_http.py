@@ -441,6 +441,15 @@ async def test_a_chat_s_prompt_is_its_messages(cluster):
     assert (error["code"], error["param"]) == ("prompt_too_long", "messages")
 
 
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_a_chat_s_answer_is_too_long_by_the_name_that_its_client_uses(cluster, field):
+    await cluster.decoder()
+    lengths = {"max_tokens": None} | {field: 256}
+    error = (await cluster.complete(400, path="/v1/chat/completions", **lengths))["error"]
+    assert error["param"] == field
+    assert f"{field} is 256" in error["message"]
+
+
 async def test_what_is_no_request_at_all(cluster):
     async def refused(status, code, method="POST", path="/v1/completions", **options):
         answer = await cluster.http.request(method, path, **options)

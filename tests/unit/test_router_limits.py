@@ -25,9 +25,10 @@ MEMORY = "KV memory of 32 tokens (--kv-memory; this model's own context is 256) 
 def test_what_is_too_short_is_named(decoders, room, words):
     limits = Limits(lambda: decoders, 256)
     assert limits.answer_tokens(room - 3, None, 16) == 3
-    for prompt, asked, field in ((room, None, "messages"), (room - 3, 4, "max_tokens")):
+    for prompt, asked, field in ((room, None, "messages"), (room - 3, 4, "max_completion_tokens")):
         with pytest.raises(BadRequest) as caught:
-            limits.answer_tokens(prompt, asked, 16, "messages")
+            limits.answer_tokens(prompt, asked, 16, "messages", "max_completion_tokens")
         error = caught.value.error
         assert (error.code, error.param) == (ErrorCode.PROMPT_TOO_LONG, field)
         assert words in error.message
+        assert "max_tokens" not in error.message

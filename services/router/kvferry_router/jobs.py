@@ -36,6 +36,7 @@ class Asked(NamedTuple):
     grammar: tuple[str, Grammar | None]
     """The field that asks for it, and the grammar."""
     prompt_field: str = "prompt"
+    tokens_field: str = "max_tokens"
     spoken: frozenset[int] = frozenset()
     """Special tokens that the answer's text keeps."""
 
@@ -77,6 +78,7 @@ class JobMaker:
             logprobs=_chat_logprobs(request),
             grammar=grammar_of(request, tags),
             prompt_field="messages",
+            tokens_field="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
             spoken=frozenset(tags.values()),
         )
         turns = template_turns(request.messages, tools, native=template.takes_tools)
@@ -141,7 +143,9 @@ class JobMaker:
     def _job(self, request: Common, tokens: Int32s, received: int, asked: Asked) -> Job:
         sampling = sampling_of(
             request,
-            max_tokens=self._limits.answer_tokens(len(tokens), asked.tokens, asked.default, asked.prompt_field),
+            max_tokens=self._limits.answer_tokens(
+                len(tokens), asked.tokens, asked.default, asked.prompt_field, asked.tokens_field
+            ),
             logprobs=asked.logprobs,
             vocabulary=self._text.tokenizer.vocabulary,
         )

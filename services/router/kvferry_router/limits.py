@@ -33,11 +33,18 @@ class Limits:
         self._decoders = decoders
         self._trained = trained
 
-    def answer_tokens(self, prompt: int, asked: int | None, default: int, prompt_field: str = "prompt") -> int:
+    def answer_tokens(
+        self,
+        prompt: int,
+        asked: int | None,
+        default: int,
+        prompt_field: str = "prompt",
+        tokens_field: str = "max_tokens",
+    ) -> int:
         """Return how many tokens the answer may have. Raises BadRequest.
 
         prompt, asked, default: tokens; `asked` is what the client set, `default` is cut to the room that is left.
-        prompt_field: what the client calls its prompt.
+        prompt_field, tokens_field: what the client calls its prompt, and what it asks for.
         """
         limit = context_limit(self._decoders(), self._trained)
         if prompt < 1:
@@ -46,15 +53,15 @@ class Limits:
         if prompt >= limit:
             msg = (
                 f"the prompt has {prompt} tokens, and {self._holder(limit)} must hold it and at least one token of the "
-                f"answer (max_tokens: {asked or default})"
+                f"answer ({tokens_field}: {asked or default})"
             )
             raise BadRequest(msg, prompt_field, ErrorCode.PROMPT_TOO_LONG)
         if asked is not None and prompt + asked > limit:
             msg = (
-                f"the prompt has {prompt} tokens and max_tokens is {asked}: {prompt + asked} together, and "
+                f"the prompt has {prompt} tokens and {tokens_field} is {asked}: {prompt + asked} together, and "
                 f"{self._holder(limit)} must hold them"
             )
-            raise BadRequest(msg, "max_tokens", ErrorCode.PROMPT_TOO_LONG)
+            raise BadRequest(msg, tokens_field, ErrorCode.PROMPT_TOO_LONG)
         return asked if asked is not None else min(default, limit - prompt)
 
     def _holder(self, limit: int) -> str:

@@ -67,6 +67,15 @@ def test_redis_is_found_as_a_program_or_behind_its_url(monkeypatch, tmp_path):
     assert redis.redis("http://x").level is Level.FAIL
 
 
+def test_a_redis_that_lets_nobody_in_is_wrong(redis_server):
+    assert redis.redis(redis_server.url).level is Level.OK
+    redis_server.command("CONFIG", "SET", "requirepass", "sesame")
+    finding = redis.redis(redis_server.url.replace("//", "//:secret@", 1))
+    assert finding.level is Level.FAIL
+    assert "lets nobody in" in finding.text
+    assert "secret" not in finding.text
+
+
 @pytest.mark.parametrize(
     ("files", "level", "words"),
     [

@@ -109,6 +109,17 @@ def test_a_redis_that_cannot_be_reached_is_said_before_anything_starts(nowhere, 
     assert password not in result.output
 
 
+@pytest.mark.parametrize(("user", "why"), [("", "Authentication required"), ("me:secret@", "invalid username-pass")])
+def test_a_redis_that_lets_nobody_in_is_said_before_anything_starts(nowhere, monkeypatch, redis_server, user, why):
+    redis_server.command("CONFIG", "SET", "requirepass", "sesame")
+    monkeypatch.setenv("REDIS_URL", redis_server.url.replace("//", f"//{user}", 1))
+    monkeypatch.setattr(up, "run", lambda *_: pytest.fail("something was started"))
+    result = click.testing.CliRunner().invoke(up.command, [])
+    assert result.exit_code == 2
+    assert f"lets nobody in: {why}" in result.output
+    assert "secret" not in result.output
+
+
 def test_mixed_with_prefillers_is_refused():
     result = click.testing.CliRunner().invoke(up.command, ["--mixed", "--prefillers", "1"])
     assert result.exit_code == 2

@@ -16,6 +16,7 @@ import click
 import msgspec
 
 from kvferry_node.errors import SettingsError
+from kvferry_node.redis_link import refusal
 from kvferry_node.settings import Field, NodeSettings, fields, parse_bytes
 
 S = TypeVar("S", bound=NodeSettings)
@@ -45,6 +46,10 @@ class SettingsCommand(click.Command, Generic[S]):
         """Return the settings that this command line gives, and start nothing. Raises UsageError."""
         return self.settings(self.make_context(str(self.name), list(args)).params)
 
+    def redis_refusal(self, url: str) -> str | None:
+        """Return why the Redis at `url` lets nobody in who comes by it, or None; blocks for a moment."""
+        return refusal(url)
+
 
 def settings_command(
     struct: type[S], role: str, check: Callable[[S], object] = lambda _settings: None
@@ -56,7 +61,11 @@ def settings_command(
 
     def decorate(function: Callable[[S], None]) -> SettingsCommand[S]:
         def callback(**flags: Any) -> None:  # noqa: ANN401  # texts, as click has them
-            function(command.settings(flags))
+            settings = command.settings(flags)
+            if why := refusal(settings.redis_url):
+                msg = f"--redis-url (or KVFERRY_REDIS_URL, REDIS_URL): the Redis there lets nobody in: {why}"
+                raise click.UsageError(msg)
+            function(settings)
 
         config = click.Option(
             ["--config"],

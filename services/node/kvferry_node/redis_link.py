@@ -7,18 +7,32 @@ NAMESPACE:held:ID:INCARNATION      hash: request id -> "expires pages tokens", r
 """
 
 import asyncio
+import contextlib
 import importlib.resources
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TypeAlias
 
+from redis import Redis as BlockingRedis
 from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import RedisError
+from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.retry import Retry as BlockingRetry
 
-__all__ = ["AsyncScript", "Client", "NoAnswer", "RedisError", "Unreachable", "connect", "script", "trouble", "within"]
+__all__ = [
+    "AsyncScript",
+    "Client",
+    "NoAnswer",
+    "RedisError",
+    "Unreachable",
+    "connect",
+    "refusal",
+    "script",
+    "trouble",
+    "within",
+]
 
 Client: TypeAlias = Redis
 
@@ -28,6 +42,10 @@ Unreachable = (RedisError, OSError, TimeoutError)
 
 LATE_SECONDS = 0.25
 """A process that runs so late may have left an answer unread, which says nothing of Redis."""
+
+
+CHECK_SECONDS = 1.0
+"""What `refusal` gives a Redis to answer; one that takes longer is waited for as one that is not there yet."""
 
 
 class NoAnswer(TimeoutError):  # noqa: N818  # the name says it
@@ -57,8 +75,32 @@ async def within(seconds: float) -> AsyncIterator[None]:
 
 def trouble(error: BaseException) -> tuple[str, str]:
     """Return what is wrong with Redis, and the details of it, for a log line."""
-    what = "redis does not answer" if isinstance(error, NoAnswer) else "redis is unreachable"
+    if isinstance(error, AuthenticationError):
+        what = "redis lets nobody in"
+    else:
+        what = "redis does not answer" if isinstance(error, NoAnswer) else "redis is unreachable"
     return what, str(error) or type(error).__name__
+
+
+def refusal(url: str) -> str | None:
+    """Return why the Redis at `url` lets nobody in who comes by it, without the password, or None.
+
+    Blocks for a moment. A Redis that is not there refuses nothing: it may come yet.
+    """
+    seconds, retry = CHECK_SECONDS, BlockingRetry(NoBackoff(), 0)
+    client = BlockingRedis.from_url(
+        url, socket_connect_timeout=seconds, socket_timeout=seconds, protocol=2, retry=retry
+    )
+    with contextlib.closing(client):
+        try:
+            client.ping()
+        except (AuthenticationError, ResponseError) as error:
+            password = client.connection_pool.connection_kwargs.get("password")
+            # A server that does not know AUTH quotes what came with it.
+            return str(error).replace(password, "***") if password else str(error)
+        except RedisError:
+            return None
+    return None
 
 
 def connect(url: str, *, connections: int = 1) -> Client:

@@ -2,7 +2,10 @@
 
 import shutil
 
+import click
+
 from kvferry.cli.doctor.finding import Finding, fail, ok
+from kvferry.cli.up.check import redis_refusal
 from kvferry.cli.up.redis import unreachable, without_password
 
 ADVICE = (
@@ -23,5 +26,16 @@ def redis(url: str | None) -> Finding:
 
 
 def _reach(url: str) -> Finding:
+    shown = without_password(url)
     why = unreachable(url)
-    return ok("redis", f"something listens at {without_password(url)}") if why is None else fail("redis", why, ADVICE)
+    if why is None and (refused := _refusal(url)):
+        why = f"{shown} lets nobody in: {refused}"
+    return ok("redis", f"something listens at {shown}") if why is None else fail("redis", why, ADVICE)
+
+
+def _refusal(url: str) -> str | None:
+    """Ask as a service would; where none is installed, that something listens is enough."""
+    try:
+        return redis_refusal(url)
+    except click.ClickException:
+        return None

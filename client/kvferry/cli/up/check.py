@@ -24,6 +24,9 @@ class Checkable(Protocol):
     def check(self, args: list[str]) -> Settings:
         """Read and check a command line. Raises UsageError."""
 
+    def redis_refusal(self, url: str) -> str | None:
+        """Say why the Redis at `url` lets nobody in who comes by it."""
+
 
 def checked(options: ClusterOptions) -> ClusterOptions:
     """Return the options with the time to drain that the services have. Raises UsageError, which names the flag."""
@@ -32,10 +35,18 @@ def checked(options: ClusterOptions) -> ClusterOptions:
     return replace(options, drain_seconds=settings["router"].drain_seconds)
 
 
+def redis_refusal(url: str) -> str | None:
+    """Return why the Redis at `url` would let no service in, without the password, or None."""
+    return _command("router").redis_refusal(url)
+
+
+def _command(role: str) -> Checkable:
+    return service(role)  # type: ignore[return-value]  # which all of our services' commands are
+
+
 def _check(options: ClusterOptions, role: str) -> Settings:
-    command: Checkable = service(role)  # type: ignore[assignment]  # which of our services' commands are
     try:
-        return command.check(command_line(options, role, role, 0))
+        return _command(role).check(command_line(options, role, role, 0))
     except click.UsageError as error:
         msg = error.message.replace("--tp ", f"{RANKS.get(role, '--tp')} ")
         raise click.UsageError(msg) from None

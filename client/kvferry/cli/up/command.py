@@ -10,10 +10,10 @@ from click.decorators import FC
 from rich.console import Console
 
 from kvferry.cli.model import prepare
-from kvferry.cli.up.check import checked
+from kvferry.cli.up.check import checked, redis_refusal
 from kvferry.cli.up.demo import PROMPT
 from kvferry.cli.up.plan import ROLES, ClusterOptions
-from kvferry.cli.up.redis import configured_url, unreachable
+from kvferry.cli.up.redis import configured_url, unreachable, without_password
 from kvferry.cli.up.run import RunOptions, run
 
 READY_SECONDS = 180.0
@@ -127,7 +127,7 @@ def command(ctx: click.Context, /, **given: object) -> None:
 
 
 def _check_surroundings(port: object, zmq_port: object) -> None:
-    """Raise UsageError where two servers would share a port, or the Redis that is named does not answer."""
+    """Raise UsageError where two servers would share a port, or the Redis that is named can't be had."""
     if port == zmq_port:
         msg = f"--port and --zmq-port are both {port}: each API needs a port of its own"
         raise click.UsageError(msg)
@@ -136,6 +136,9 @@ def _check_surroundings(port: object, zmq_port: object) -> None:
         msg = (
             f"the Redis that REDIS_URL names can't be reached ({why}): start it, or unset REDIS_URL for one of our own"
         )
+        raise click.UsageError(msg)
+    if url and (why := redis_refusal(url)):
+        msg = f"the Redis that REDIS_URL names, {without_password(url)}, lets nobody in: {why}"
         raise click.UsageError(msg)
 
 

@@ -8,7 +8,7 @@ import itertools
 import math
 import signal
 import time
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 import pytest
@@ -23,6 +23,8 @@ LEASE = 5.0
 COMMON = ["--lease-seconds", str(LEASE), "--heartbeat-seconds", "0.3"]
 WORKER = ["--dtype", "float32", "--kv-memory", "4MiB", "--page-size", "8"]
 PREFILLER = ["--chunk-size", "32"]
+# What its last decoder had is given up a second after that is gone.
+ROUTER = ["--recovery-seconds", "1"]
 DECODER = ["--local-prefill-tokens", "8", "--cancel-retry-seconds", "0.3"]
 DECODERS = ("decoder0", "decoder1")
 LEFT = "kvferry_transfers_total"
@@ -46,6 +48,7 @@ def shared(tmp_path_factory, tiny_model):
         worker=WORKER,
         prefiller=PREFILLER,
         decoder=DECODER,
+        router=ROUTER,
     ) as cluster:
         cluster.golden = Golden(cluster)
         yield cluster
@@ -215,6 +218,34 @@ async def get(cluster, path):
     return reply.status_code, reply.json().get("reason")
 
 
+async def test_the_last_decoder_killed_mid_stream_and_restarted_costs_neither_a_token_nor_a_repeat(cluster):
+    expected, _ = await undisturbed(cluster)
+    with router_flags(cluster, "--recovery-seconds", str(2 * START_SECONDS)):
+        assert await asyncio.to_thread(cluster["decoder1"].stop) == 0
+        wait_seen_by_router(cluster, decoders=1)
+        async with under_way(cluster) as running:
+            cluster["decoder0"].kill()
+            await asyncio.to_thread(wait_for, lambda: cluster["router"].held().get("waiting") == 4, 60, "all wait")
+        await asyncio.to_thread(heal, cluster, "decoder0")
+        assert [await stream.end() for stream in running] == expected
+    heal(cluster)
+    cluster.golden.check()
+
+
+@contextmanager
+def router_flags(cluster, *flags):
+    """Run the router with further flags; afterwards whoever needs it starts it again without."""
+    router = cluster["router"]
+    usual, router.flags = router.flags, [*router.flags, *flags]
+    try:
+        router.stop()
+        heal(cluster, "router")
+        yield
+    finally:
+        router.flags = usual
+        router.stop()
+
+
 async def test_a_decoder_frozen_mid_stream_for_longer_than_its_lease_comes_back(cluster):
     expected, _ = await undisturbed(cluster)
     async with under_way(cluster) as running:
@@ -291,16 +322,10 @@ async def test_a_prefiller_drains_and_the_last_one_killed_fails_its_requests_by_
     assert await stopping == 0
     assert ids(await asked) == expected
     assert metric(router, "kvferry_retries_total") == retried
-    flags, router.flags = router.flags, [*router.flags, "--no-local-prefill"]
-    try:
-        router.stop()
-        heal(cluster, "router")
+    with router_flags(cluster, "--no-local-prefill"):
         await no_prefiller(cluster)
         heal(cluster, "prefiller0")
         assert ids(await passages(cluster)) == expected
-    finally:
-        router.flags = flags
-        router.stop()
     heal(cluster)
     cluster.golden.check()
 

@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 async def cluster(redis_server, folder):
-    async with running_cluster(redis_server.url, folder, admission_queue=2) as cluster:
+    async with running_cluster(redis_server.url, folder, admission_queue=2, recovery_seconds=0.5) as cluster:
         yield cluster
 
 
@@ -34,8 +34,20 @@ async def cluster(redis_server, folder):
 async def hasty(redis_server, folder):
     """A cluster whose router's patience is to be seen to end."""
     async with running_cluster(
-        redis_server.url, folder, accept_seconds=0.5, cancel_seconds=0.5, admission_seconds=0.5, admission_queue=2
+        redis_server.url,
+        folder,
+        accept_seconds=0.5,
+        cancel_seconds=0.5,
+        admission_seconds=0.5,
+        admission_queue=2,
     ) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+async def patient(redis_server, folder):
+    """A cluster in which a request waits for a node for longer than any test lasts."""
+    async with running_cluster(redis_server.url, folder, recovery_seconds=300) as cluster:
         yield cluster
 
 
@@ -131,15 +143,68 @@ async def test_a_router_that_stood_still_goes_on_with_the_only_decoder_there_is(
     assert (await task)["choices"][0]["token_ids"] == cluster.tokens()
 
 
-async def test_a_decoder_restarted_under_its_id_may_have_what_its_last_life_failed(cluster, eventually):
+async def test_a_decoder_restarted_under_its_id_may_have_what_its_last_life_failed(patient, eventually):
+    lost = await patient.decoder("d1")
+    lost.pause_at = 4
+    task = asyncio.create_task(patient.complete(return_token_ids=True))
+    await streamed(patient, 4)
+    await lost.kill()
+    again = await patient.decoder("d1")
+    assert (await task)["choices"][0]["token_ids"] == patient.tokens()
+    assert again.assigned[0].answered == 4
+
+
+@pytest.mark.parametrize("cut", [0, 4])
+async def test_what_the_last_decoder_had_waits_for_the_next(patient, eventually, cut):
+    lost = await patient.decoder("d1")
+    lost.pause_at = cut
+    task = asyncio.create_task(patient.events(prompt="one two", return_token_ids=True))
+    await eventually(lambda: lost.assigned)
+    await streamed(patient, cut)
+    await lost.kill()
+    await patient.until(lambda state: (state["decoders"], state["held"]["waiting"]) == (0, 1))
+    # Who asks only now is told at once.
+    assert (await patient.complete(503))["error"]["code"] == "no_nodes"
+    again = await patient.decoder("d1")
+    answer = await task
+    assert answer.pop() == "[DONE]"
+    assert [token for event in answer for token in json.loads(event)["choices"][0]["token_ids"]] == patient.tokens()
+    assert again.assigned[0].answered == cut
+
+
+async def test_when_no_decoder_comes_the_client_hears_what_became_of_its_own(cluster, eventually):
     lost = await cluster.decoder("d1")
     lost.pause_at = 4
-    task = asyncio.create_task(cluster.complete(return_token_ids=True))
-    await streamed(cluster, 4)
+    task = asyncio.create_task(cluster.complete(503))
+    await eventually(lambda: lost.assigned)
     await lost.kill()
-    again = await cluster.decoder("d1")
-    assert (await task)["choices"][0]["token_ids"] == cluster.tokens()
-    assert again.assigned[0].answered == 4
+    error = (await task)["error"]
+    assert (error["code"], error["node"]) == ("node_lost", "d1")
+    assert (await cluster.state())["held"]["waiting"] == 0
+
+
+async def test_nothing_is_waited_for_where_the_decoder_is_there_and_failed(patient):
+    await patient.decoder("d1", failing(ErrorCode.TRANSFER_FAILED))
+    assert (await patient.complete(502))["error"]["code"] == "transfer_failed"
+
+
+async def test_who_leaves_while_waiting_for_a_decoder_is_let_go(patient, eventually):
+    lost = await patient.decoder("d1", failing(ErrorCode.DRAINING))
+    task = asyncio.create_task(patient.complete())
+    await patient.until(lambda state: state["held"]["waiting"] == 1)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await asyncio.wait_for(patient.idle(), 60)
+    assert len(lost.assigned) == 1
+
+
+async def test_without_decoders_pages_are_counted_as_they_were_last(patient):
+    """A decoder that has joined again is asked before this router has seen it: of pages of a token it has too few."""
+    decoder = await patient.decoder("d1")
+    await patient.complete()
+    await decoder.leave()
+    await patient.until(lambda state: state["decoders"] == 0)
+    assert patient.router.dispatcher._page_size() == decoder.record.layout.page_size
 
 
 @pytest.mark.parametrize("cut", [0, 4])

@@ -1,6 +1,7 @@
-"""Getting a place: at once, or in a line that is bounded in length and in time."""
+"""Getting a place: at once, in a line that is bounded in length and in time, or once a node has come."""
 
 import asyncio
+from collections.abc import Callable
 
 from kvferry_node.placement import Placement, PlacementAsk, Placer
 from kvferry_proto.errors import ErrorCode, KvferryError, Phase, fail
@@ -20,27 +21,70 @@ class Admission:
         self._line_seconds = line_seconds
         self._turn = asyncio.Lock()
         self._returns: set[asyncio.Task[None]] = set()
-        self.waiting = 0
+        self._in_line = 0
+        self._for_nodes = 0
+        self._joined = asyncio.Event()
+        """Replaced by a new one when it is set: each waiter has the one that was there before it asked."""
 
-    async def place(self, ask: PlacementAsk) -> Placement:
+    @property
+    def waiting(self) -> int:
+        """Requests that have no place yet."""
+        return self._in_line + self._for_nodes
+
+    def on_join(self) -> None:
+        """A node has joined."""
+        self._joined.set()
+        self._joined = asyncio.Event()
+
+    async def place(self, ask: Callable[[], PlacementAsk], recovery_seconds: float = 0.0) -> Placement:
         """Return a reservation.
 
-        Raises KvferryError: OVERLOADED after the wait, or when the line is full; what the placer raises else, at once.
+        `ask` is called for each try: what is asked for depends on who is there. `recovery_seconds`: where no node is
+        there, how long to wait for one to come.
+
+        Raises KvferryError: OVERLOADED after the wait, or when the line is full; NO_NODES; what the placer raises else,
+        at once.
         """
-        if not self.waiting:
+        deadline = asyncio.get_running_loop().time() + recovery_seconds
+        while True:
+            joined = self._joined
+            try:
+                return await self._place(ask())
+            except KvferryError as error:
+                if error.error.code is not ErrorCode.NO_NODES or not await self._until(joined, deadline):
+                    raise
+
+    async def _until(self, joined: asyncio.Event, deadline: float) -> bool:
+        """Wait for a node to join; return whether one has by the deadline."""
+        self._count(for_nodes=1)
+        try:
+            async with asyncio.timeout_at(deadline):
+                await joined.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._count(for_nodes=-1)
+        return True
+
+    def _count(self, *, in_line: int = 0, for_nodes: int = 0) -> None:
+        self._in_line += in_line
+        self._for_nodes += for_nodes
+        self._metrics.waiting.set(self.waiting)
+
+    async def _place(self, ask: PlacementAsk) -> Placement:
+        if not self._in_line:
             try:
                 return await self._ask(ask)
             except KvferryError as error:
                 if error.error.code is not ErrorCode.OVERLOADED:
                     raise
-        if self.waiting >= self._line_length:
-            msg = f"all decoders are full and {self.waiting} requests wait already"
+        if self._in_line >= self._line_length:
+            msg = f"all decoders are full and {self._in_line} requests wait already"
             raise fail(ErrorCode.OVERLOADED, msg, Phase.ROUTE, retry_after=self._line_seconds)
         return await self._wait(ask)
 
     async def _wait(self, ask: PlacementAsk) -> Placement:
-        self.waiting += 1
-        self._metrics.waiting.set(self.waiting)
+        self._count(in_line=1)
         try:
             async with asyncio.timeout(self._line_seconds), self._turn:
                 return await self._poll(ask)
@@ -48,8 +92,7 @@ class Admission:
             msg = f"all decoders are full: no place came free within {self._line_seconds:g} s"
             raise fail(ErrorCode.OVERLOADED, msg, Phase.ROUTE, retry_after=self._line_seconds) from None
         finally:
-            self.waiting -= 1
-            self._metrics.waiting.set(self.waiting)
+            self._count(in_line=-1)
 
     async def _poll(self, ask: PlacementAsk) -> Placement:
         while True:

@@ -43,7 +43,7 @@ class Router:
         self._view = MembershipView(
             url,
             namespace,
-            on_join=self._pairs.joined,
+            on_join=self._on_join,
             on_leave=self._on_leave,
             grace_seconds=settings.lease_seconds,
         )
@@ -134,6 +134,10 @@ class Router:
     def _load(self) -> Load:
         held = self.dispatcher.held()
         return Load(running=held["requests"] - held["waiting"], waiting=held["waiting"])
+
+    def _on_join(self, record: NodeRecord) -> None:
+        self._pairs.joined(record)
+        self.dispatcher.on_join()
 
     def _on_leave(self, record: NodeRecord) -> None:
         self._pairs.left(record)

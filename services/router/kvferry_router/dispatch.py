@@ -26,6 +26,8 @@ from kvferry_router.settings import RouterSettings
 from kvferry_router.switchboard import OpenPost, Switchboard
 
 RETRY_AFTER_SECONDS = 1.0
+COMES_BACK = frozenset({ErrorCode.NODE_LOST, ErrorCode.DRAINING, ErrorCode.STALE_INCARNATION})
+"""Errors that say that a node is gone."""
 # After the last request has gone, confirmations of cancels may still be on their way.
 CLOSING_SECONDS = 2.0
 
@@ -62,6 +64,7 @@ class Dispatcher:
             accept_seconds=settings.accept_seconds,
             cancel_seconds=settings.cancel_seconds,
         )
+        self._page = 1
         self._memory = PrefixMemory(settings.prefix_blocks)
         self._requests: dict[Request, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
@@ -86,6 +89,10 @@ class Dispatcher:
         self._idle.clear()
         self._metrics.in_flight.set(len(self._requests))
         return RequestHandle(request, lambda: self._cancel(request))
+
+    def on_join(self) -> None:
+        """A node has come: the handler of the membership view."""
+        self._admission.on_join()
 
     def on_leave(self, record: NodeRecord) -> None:
         """A node is gone: the handler of the membership view."""
@@ -199,9 +206,14 @@ class Dispatcher:
             self._log.warning("trying again elsewhere", request_id=attempt.id, error=str(cause), avoid=lives)
 
     async def _place(self, request: Request, avoid: set[NodeRef], cause: KvferryError | None) -> Placement:
-        """Reserve. With nobody left to try, what brought us here is the better answer than that nobody is left."""
+        """Reserve. With nobody left to try, what brought us here is the better answer than that nobody is left.
+
+        A node that is gone may be started again, or another for it; one that failed the request won't be.
+        """
+        gone = cause is not None and cause.error.code in COMES_BACK
+        seconds = self._settings.recovery_seconds if gone else 0.0
         try:
-            return await self._admission.place(self._ask(request, avoid))
+            return await self._admission.place(lambda: self._ask(request, avoid), seconds)
         except KvferryError as error:
             if cause is not None and error.error.code is ErrorCode.NO_NODES:
                 raise cause from error
@@ -226,8 +238,9 @@ class Dispatcher:
         return [record.layout for record in self._decoders() if record.layout is not None]
 
     def _page_size(self) -> int:
-        """The smallest page in the cluster: no decoder is then asked for too few."""
-        return min((layout.page_size for layout in self._layouts()), default=1)
+        """The smallest page in the cluster, or the last known: so no decoder is asked for too few, or too many."""
+        self._page = min((layout.page_size for layout in self._layouts()), default=self._page)
+        return self._page
 
     def _held(self, request: Request) -> dict[str, int]:
         """Who has how many of the tokens. Where decoders differ in their layouts, those that are like the first."""

@@ -30,7 +30,9 @@ class RouterMetrics:
         self.prompt_tokens = counter("prompt_tokens_total", "Prompt tokens of finished requests")
         self.answer_tokens = counter("answer_tokens_total", "Tokens streamed to clients")
         self.in_flight = Gauge("kvferry_requests_in_flight", "Requests that are not over", registry=registry)
-        self.waiting = Gauge("kvferry_requests_waiting", "Requests that wait for a free place", registry=registry)
+        self.waiting = Gauge(
+            "kvferry_requests_waiting", "Requests that wait for a free place, or for a node", registry=registry
+        )
 
     def finished(self, timeline: Timeline) -> None:
         """Enter a finished request's phases; those that it did not have are left out."""

@@ -25,6 +25,11 @@ class RouterSettings(NodeSettings, kw_only=True, frozen=True):
         help_text("Requests that may wait for a place when all decoders are full."),
     ] = 256
     admission_seconds: Annotated[Seconds, help_text("How long a request may wait for a place.")] = 5.0
+    recovery_seconds: Annotated[
+        float,
+        msgspec.Meta(ge=0, le=86400),
+        help_text("How long a request whose node is gone waits for another to come where none is left; 0: not at all."),
+    ] = 30.0
     accept_seconds: Annotated[Seconds, help_text("How long a decoder may take to answer Assign.")] = 5.0
     cancel_seconds: Annotated[Seconds, help_text("How long a decoder may take to confirm a cancel.")] = 5.0
     request_seconds: Annotated[Seconds, help_text("How long a request may take from receipt to its last token.")] = (

@@ -123,7 +123,7 @@ has_module() { $VENV/bin/python -c "import importlib.util as u, sys; sys.exit(u.
 
 install_python() {
   local want
-  want=$(hash_of pyproject.toml setup.py scripts/setup.sh <(echo "$TORCH $EXTRAS"))
+  want=$(hash_of pyproject.toml setup.py scripts/{setup.sh,link_packages.py} <(echo "$TORCH $EXTRAS"))
   is_done "python-$MODE" "$want" && return
   # An installed torch stays, whatever it is, unless another was asked for: a GPU host brings its own.
   if ! has_module torch || { [ -n "$TORCH_ASKED" ] && ! "$VENV/bin/python" -m pip install --dry-run --no-deps --quiet --no-index "$TORCH" > /dev/null 2>&1; }; then
@@ -135,6 +135,7 @@ install_python() {
   # The build's own requirements go into the environment once, instead of a new one for every build.
   pip_install --quiet 'setuptools>=77' 'cffi>=2.0'
   pip_install --no-build-isolation -e ".[$EXTRAS]"
+  $VENV/bin/python scripts/link_packages.py
   mark_done "python-$MODE" "$want"
 }
 

@@ -204,7 +204,7 @@ async def test_without_decoders_pages_are_counted_as_they_were_last(patient):
     await patient.complete()
     await decoder.leave()
     await patient.until(lambda state: state["decoders"] == 0)
-    assert patient.router.dispatcher._page_size() == decoder.record.layout.page_size
+    assert patient.router.dispatcher._placing._page_size() == decoder.record.layout.page_size
 
 
 @pytest.mark.parametrize("cut", [0, 4])

@@ -130,7 +130,7 @@ async def test_a_prefiller_that_left_while_the_answer_grew_is_not_remembered_to_
         await cluster.until(lambda state: state["prefillers"] == 0)
         decoder.go.set()
         await asked
-        held = cluster.router.dispatcher._memory.held(LAYOUT, [50] * 20, "")
+        held = cluster.router.dispatcher._placing._memory.held(LAYOUT, [50] * 20, "")
         assert held.keys() == {decoder.record.ref.id}
 
 

@@ -405,6 +405,19 @@ async def test_the_line_is_bounded(hasty):
     assert sum("wait already" in message for message in errors) == 4
 
 
+async def test_a_full_line_takes_those_whose_decoder_was_lost(redis_server, folder):
+    async with running_cluster(redis_server.url, folder, admission_queue=2, admission_seconds=300) as cluster:
+        lost = await cluster.decoder("d1")
+        lost.pause_at = 4
+        tasks = [asyncio.create_task(cluster.complete(return_token_ids=True)) for _ in range(6)]
+        await streamed(cluster, 6 * 4)
+        other = await cluster.decoder("d2", free_pages=0)
+        await lost.kill()
+        await cluster.until(lambda state: state["held"]["waiting"] == 6)
+        other.load = type(other.load)(free_pages=1000)
+        assert [(await task)["choices"][0]["token_ids"] for task in tasks] == [cluster.tokens()] * 6
+
+
 async def test_requests_in_flight_are_bounded(redis_server, folder):
     async with running_cluster(redis_server.url, folder, max_inflight=2) as cluster:
         decoder = await cluster.decoder()

@@ -36,11 +36,14 @@ class Admission:
         self._joined.set()
         self._joined = asyncio.Event()
 
-    async def place(self, ask: Callable[[], PlacementAsk], recovery_seconds: float = 0.0) -> Placement:
+    async def place(
+        self, ask: Callable[[], PlacementAsk], *, again: bool = False, recovery_seconds: float = 0.0
+    ) -> Placement:
         """Return a reservation.
 
-        `ask` is called for each try: what is asked for depends on who is there. `recovery_seconds`: where no node is
-        there, how long to wait for one to come.
+        `ask` is called for each try: what is asked for depends on who is there. `again`: the request was taken before,
+        and may stand in line however long that is. `recovery_seconds`: where no node is there, how long to wait for one
+        to come.
 
         Raises KvferryError: OVERLOADED after the wait, or when the line is full; NO_NODES; what the placer raises else,
         at once.
@@ -49,7 +52,7 @@ class Admission:
         while True:
             joined = self._joined
             try:
-                return await self._place(ask())
+                return await self._place(ask(), again=again)
             except KvferryError as error:
                 if error.error.code is not ErrorCode.NO_NODES or not await self._until(joined, deadline):
                     raise
@@ -71,14 +74,14 @@ class Admission:
         self._for_nodes += for_nodes
         self._metrics.waiting.set(self.waiting)
 
-    async def _place(self, ask: PlacementAsk) -> Placement:
+    async def _place(self, ask: PlacementAsk, *, again: bool) -> Placement:
         if not self._in_line:
             try:
                 return await self._ask(ask)
             except KvferryError as error:
                 if error.error.code is not ErrorCode.OVERLOADED:
                     raise
-        if self._in_line >= self._line_length:
+        if self._in_line >= self._line_length and not again:
             msg = f"all decoders are full and {self._in_line} requests wait already"
             raise fail(ErrorCode.OVERLOADED, msg, Phase.ROUTE, retry_after=self._line_seconds)
         return await self._wait(ask)

@@ -1,5 +1,6 @@
 """Where a request goes: what it asks of placement, and what is known of the nodes' caches."""
 
+import functools
 import itertools
 from collections.abc import Callable
 
@@ -65,8 +66,9 @@ class Placing:
         """
         gone = cause is not None and cause.error.code in COMES_BACK
         seconds = self._settings.recovery_seconds if gone else 0.0
+        ask, again = functools.partial(self._ask, request, avoid), cause is not None
         try:
-            return await self._admission.place(lambda: self._ask(request, avoid), seconds)
+            return await self._admission.place(ask, again=again, recovery_seconds=seconds)
         except KvferryError as error:
             if cause is not None and error.error.code is ErrorCode.NO_NODES:
                 raise cause from error

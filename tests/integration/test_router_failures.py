@@ -10,6 +10,7 @@ from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.message import Refused, RequestFailed
 from kvferry_proto.to_router import Accepted
 from kvferry_proto.usage import FinishReason
+from kvferry_router import closing
 from router_rig import running_cluster, warm_up
 from scripted import ANSWER, ScriptedDecoder, finished, speak, step
 from text_folder import make_model_folder
@@ -440,13 +441,16 @@ async def test_a_deadline_ends_a_request(redis_server, folder):
         assert decoder.cancelled
 
 
-async def test_an_answer_that_is_there_when_its_time_is_up_is_given(redis_server, folder):
+async def test_an_answer_that_is_there_when_its_time_is_up_is_given(redis_server, folder, eventually, monkeypatch):
+    monkeypatch.setattr(closing, "LAST_WORD_SECONDS", 300)
     async with running_cluster(redis_server.url, folder, request_seconds=2, cancel_seconds=5) as cluster:
         decoder = await cluster.decoder()
         decoder.confirm_cancels = False
+        # The decoder says no word after the stop string: not even that it has finished.
+        decoder.pause_at = len(decoder.answer) - 1
         choice = (await cluster.complete(stop=["answer"]))["choices"][0]
         assert (choice["text"], choice["finish_reason"]) == (ANSWER.split("answer")[0], "stop")
-        assert decoder.cancelled
+        await eventually(lambda: decoder.cancelled)
 
 
 # --- the end --------------------------------------------------------------------------------------------------------

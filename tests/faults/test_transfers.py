@@ -12,6 +12,7 @@ from kvferry_proto.sampling import SamplingParams
 from kvferry_proto.to_decoder import Assign
 from kvferry_proto.to_router import Cancelled, Finished
 from local import pair, start_prefiller
+from wire import Wire
 
 pytestmark = pytest.mark.faults
 
@@ -97,6 +98,27 @@ async def test_a_lost_prefiller_fails_its_requests_by_name_and_its_pages_come_ba
         await again.ready()
         assert isinstance(await router.outcome(router.ask(decoding, LONG, prefiller=again)), Finished)
         await again.end()
+
+
+async def test_what_a_prefiller_said_while_its_connection_was_broken_is_not_waited_for(
+    redis_server, tiny_model, eventually
+):
+    """The KV comes, and the checksums never do."""
+    async with (
+        pair(redis_server.url, tiny_model) as (prefilling, decoding, router),
+        Wire(prefilling.service_endpoint) as wire,
+    ):
+        prefilling.service_endpoint = wire.endpoint
+        with prefilling.hold():
+            asked = router.ask(decoding, LONG, prefiller=prefilling)
+            await eventually(lambda: prefilling.held().get("active_transfers"))
+            await wire.cut()
+        await idle(prefilling, eventually=eventually)
+        await wire.mend()
+        outcome = await router.outcome(asked)
+        assert (outcome.error.code, outcome.error.node) == (ErrorCode.NODE_LOST, "p")
+        await idle(prefilling, decoding, eventually=eventually)
+        assert isinstance(await router.outcome(router.ask(decoding, LONG, prefiller=prefilling)), Finished)
 
 
 async def test_a_lost_decoder_costs_the_prefiller_nothing(redis_server, tiny_model, eventually):

@@ -141,7 +141,7 @@ class World:
             checksums=self.checksums,
         )  # fmt: skip
         metrics = WorkerMetrics(CollectorRegistry(), lambda: None)
-        self.service = DecoderService(worker, own, NodeRef("d", 1), metrics, lambda _handler: self)
+        self.service = DecoderService(worker, own, NodeRef("d", 1), metrics, lambda _handler, _on_return: self)
         self.service._entrance._grammars._compiler.close()
         self.service._entrance._grammars._compiler = SimpleNamespace(compile=self.compile, close=lambda: None)
         self.service._loop._masker.close()
@@ -303,6 +303,9 @@ class World:
     def lose_prefiller(self, number):
         self.service.node_left(PEERS[number % 2].ref)
 
+    def break_connection(self, number):
+        self.service._connection_broke(PEERS[number % 2].ref)
+
     def stand_still(self, _number):
         self.service.stood_still(9.0)
 
@@ -375,7 +378,7 @@ class World:
 
 ACTIONS = {
     "ask": 8, "steps": 12, "arrive": 7, "say": 8, "confirm": 2, "cancel": 4, "compiled": 3, "checked": 8,
-    "drop_router": 1, "lose_prefiller": 1, "stand_still": 1, "sweep": 2, "trouble": 1,
+    "drop_router": 1, "lose_prefiller": 1, "break_connection": 1, "stand_still": 1, "sweep": 2, "trouble": 1,
 }  # fmt: skip
 PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 ACTION = st.tuples(

@@ -197,15 +197,19 @@ class Intake:
 
     def prefiller_lost(self, ref: NodeRef) -> None:
         """Nobody will confirm: fail what waits for this prefiller, and take its keys to our memory away."""
-        for incoming in [entry for entry in self._incoming.values() if entry.transfer.peer.ref == ref]:
-            if not incoming.arrived or incoming.checksums is None:
-                text = f"prefiller {ref} was lost while it sent the prompt's KV"
-                error = self._error(ErrorCode.NODE_LOST, text, Phase.TRANSFER, incoming.transfer.peer)
-                self.fail(incoming.request, error)
+        self._fail_all(ref, f"prefiller {ref} was lost while it sent the prompt's KV")
         lost = [transfer for transfer in self._receiver.transfers if transfer.peer.ref == ref]
         if lost:
             self._receiver.revoke(lost)
         self._post.forget(ref)
+
+    def connection_broke(self, ref: NodeRef) -> None:
+        """The connection to a prefiller broke, and is there again: what was asked, or was answered, may be lost."""
+        self._fail_all(ref, f"the connection to prefiller {ref} broke while it prefilled")
+
+    def _fail_all(self, ref: NodeRef, text: str) -> None:
+        for incoming in [entry for entry in self._incoming.values() if entry.transfer.peer.ref == ref]:
+            self.fail(incoming.request, self._error(ErrorCode.NODE_LOST, text, Phase.TRANSFER, incoming.transfer.peer))
 
     def sweep(self, alive: Callable[[NodeRef], bool]) -> None:
         """Look after deadlines, unconfirmed cancels, and prefillers that left without anyone noticing."""

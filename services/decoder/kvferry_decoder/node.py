@@ -1,5 +1,6 @@
 """A decoder node, assembled."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -39,8 +40,8 @@ class DecoderNode(WorkerNode):
     def build(self, worker: Worker) -> DecoderService:
         """Make the service, with its channels to prefillers, hearing the fabric."""
 
-        def open_post(handler: Handler) -> Post:
-            return Post(self.ref, FromPrefiller, handler, self.metrics, self.curve)
+        def open_post(handler: Handler, on_return: Callable[[NodeRef], None]) -> Post:
+            return Post(self.ref, FromPrefiller, handler, self.metrics, self.curve, on_return=on_return)
 
         service = DecoderService(worker, self._own, self.ref, self.worker_metrics, open_post)
         service.listen()

@@ -30,6 +30,8 @@ from kvferry_decoder.request import Request, State
 from kvferry_decoder.settings import DecoderSettings
 from kvferry_decoder.verifier import Verifier
 
+OpenPost = Callable[[Handler, Callable[[NodeRef], None]], Post]
+
 
 class DecoderService(WorkerService[str, Request]):
     """Joins scheduler, intake and answers."""
@@ -43,16 +45,16 @@ class DecoderService(WorkerService[str, Request]):
         settings: DecoderSettings,
         ref: NodeRef,
         metrics: WorkerMetrics,
-        open_post: Callable[[Handler], Post],
+        open_post: OpenPost,
     ) -> None:
-        """`open_post` makes the channels to prefillers, whose answers go to the handler it is given."""
+        """`open_post` makes the channels to prefillers, with a handler of answers and one of returns after a break."""
         super().__init__(worker, ref, metrics)
         context = worker.new_context_slots(settings.slots) if settings.speculate == "mtp" else None
         self.scheduler = make_scheduler(worker, settings)
         self.receiver = make_receiver(worker, settings, context)
         self._verify = settings.verify_kv
         self._answers = Answers()
-        self._post = open_post(self._on_prefiller)
+        self._post = open_post(self._on_prefiller, self._connection_broke)
         self.intake = Intake(
             worker,
             self.receiver,
@@ -117,6 +119,10 @@ class DecoderService(WorkerService[str, Request]):
                 self._answers.without_report(message.request_id)
             case Refused():
                 self.intake.on_refused(origin, message)
+        self._loop.wake()
+
+    def _connection_broke(self, prefiller: NodeRef) -> None:
+        self.intake.connection_broke(prefiller)
         self._loop.wake()
 
     def _note(self, report: PrefillReport) -> None:

@@ -26,6 +26,7 @@ async def running_router(redis_url: str, folder: Path, **settings: Any) -> Async
         "lease_seconds": LEASE_SECONDS,
         "heartbeat_seconds": HEARTBEAT_SECONDS,
         "drain_seconds": 1.0,
+        "recovery_seconds": 0.5,
     }
     options = RouterSettings(model=str(folder), redis_url=redis_url, **(defaults | settings))
     router = Router(options, load_model_text(folder))

@@ -13,6 +13,7 @@ BENCH = Path(__file__).parents[1]
 PYTHON = BENCH.parent / ".venv-vllm/bin/python"
 OPENMP = BENCH.parent / ".venv-vllm/lib/libiomp5.so"
 GIB_OF_CACHE = "2"
+_END_SECONDS = 20
 
 
 class Vllm:
@@ -36,9 +37,12 @@ class Vllm:
         return self._ask(phase="decode", size=batch, steps=steps)
 
     def close(self) -> None:
-        """End the process: at once, there is nothing that it should still write."""
-        self._process.kill()
-        self._process.communicate()
+        """Let the process end: its libraries then take back what they keep in /dev/shm. If it does not, end it."""
+        try:
+            self._process.communicate(timeout=_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
         self._log.close()
 
     def _ask(self, **order: str | int) -> float:

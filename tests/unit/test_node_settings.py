@@ -68,6 +68,12 @@ def test_refusals_name_the_flag_and_what_is_allowed(flags, words):
         assert word in str(caught.value)
 
 
+def test_refusals_keep_passwords_to_themselves():
+    with pytest.raises(SettingsError) as caught:
+        load({"redis_url": "http://me:sec/r@t@host:1/0"})
+    assert "'http://***@host:1/0'" in str(caught.value)
+
+
 def test_refusals_name_the_source(tmp_path):
     with pytest.raises(SettingsError, match="KVFERRY_ZMQ_PORT"):
         load({}, {"KVFERRY_ZMQ_PORT": "-1"})

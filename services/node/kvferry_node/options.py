@@ -7,6 +7,7 @@ allowed.
 
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,8 @@ from kvferry_node.settings import Field, NodeSettings, fields, parse_bytes
 S = TypeVar("S", bound=NodeSettings)
 
 ROLES = ("router", "prefiller", "decoder")
+# Of a URL, up to the last @: passwords may hold any character. They belong into no log.
+_CREDENTIALS = re.compile("://.*@")
 
 
 class SettingsCommand(click.Command, Generic[S]):
@@ -126,7 +129,8 @@ def _checked(field: Field, value: object, source: str) -> object:
             value = float(value)
         return msgspec.convert(value, field.type, strict=False)
     except ValueError:
-        msg = f"{field.flag}{source}: {value!r} is not allowed; expected {field.allowed}"
+        shown = _CREDENTIALS.sub("://***@", repr(value))
+        msg = f"{field.flag}{source}: {shown} is not allowed; expected {field.allowed}"
         raise SettingsError(msg) from None
 
 

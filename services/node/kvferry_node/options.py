@@ -7,7 +7,6 @@ allowed.
 
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any, Generic, TypeVar, get_args, get_origin
 
 import click
 import msgspec
+from kvferry_proto.redis_url import without_password
 
 from kvferry_node.errors import SettingsError
 from kvferry_node.redis_link import refusal
@@ -23,8 +23,6 @@ from kvferry_node.settings import Field, NodeSettings, fields, parse_bytes
 S = TypeVar("S", bound=NodeSettings)
 
 ROLES = ("router", "prefiller", "decoder")
-# Of a URL, up to the last @: passwords may hold any character. They belong into no log.
-_CREDENTIALS = re.compile("://.*@")
 
 
 class SettingsCommand(click.Command, Generic[S]):
@@ -129,8 +127,8 @@ def _checked(field: Field, value: object, source: str) -> object:
             value = float(value)
         return msgspec.convert(value, field.type, strict=False)
     except ValueError:
-        shown = _CREDENTIALS.sub("://***@", repr(value))
-        msg = f"{field.flag}{source}: {shown} is not allowed; expected {field.allowed}"
+        shown = without_password(value) if isinstance(value, str) else value
+        msg = f"{field.flag}{source}: {shown!r} is not allowed; expected {field.allowed}"
         raise SettingsError(msg) from None
 
 

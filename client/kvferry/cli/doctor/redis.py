@@ -3,10 +3,11 @@
 import shutil
 
 import click
+from kvferry_proto.redis_url import without_password
 
 from kvferry.cli.doctor.finding import Finding, fail, ok
 from kvferry.cli.up.check import redis_refusal
-from kvferry.cli.up.redis import unreachable, without_password
+from kvferry.cli.up.redis import unreachable
 
 ADVICE = (
     "start it, or correct REDIS_URL, which is redis://HOST:PORT/DB or unix:///SOCKET "

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 from click.decorators import FC
+from kvferry_proto.redis_url import without_password
 from rich.console import Console
 
 from kvferry.cli.model import prepare
 from kvferry.cli.up.check import checked, redis_refusal
 from kvferry.cli.up.demo import PROMPT
 from kvferry.cli.up.plan import ROLES, ClusterOptions
-from kvferry.cli.up.redis import configured_url, unreachable, without_password
+from kvferry.cli.up.redis import configured_url, unreachable
 from kvferry.cli.up.run import RunOptions, run
 
 READY_SECONDS = 180.0

@@ -2,11 +2,12 @@
 
 import asyncio
 import os
-import re
 import shutil
 import socket
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from kvferry_proto.redis_url import without_password
 
 from kvferry.cli.up.spec import ChildSpec, Stage
 
@@ -20,12 +21,6 @@ LONGEST_SOCKET_PATH = 107
 def configured_url() -> str | None:
     """Return the URL that the services would take from the environment."""
     return os.environ.get("KVFERRY_REDIS_URL") or os.environ.get("REDIS_URL") or None
-
-
-def without_password(url: str) -> str:
-    """Return a Redis URL as it may be shown."""
-    shown = re.sub(r"(?<=//)([^:@/]*):.*@", r"\1:***@", url)
-    return re.sub(r"(?<=password=)[^&]*", "***", shown)
 
 
 def unreachable(url: str) -> str | None:

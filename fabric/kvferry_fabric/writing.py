@@ -1,7 +1,5 @@
 """What an engine is told to write."""
 
-from typing import Any
-
 import numpy as np
 from kvferry_proto.memory import MemoryDescriptor
 
@@ -44,15 +42,15 @@ class Writing(Listening):
         """
         self._remotes.check(chunk.remote, chunk.peer)
         runs = np.ascontiguousarray(chunk.runs, dtype=np.int32).reshape(-1, 3)
-        native, error = self._native, self._error
-        fields = {**schedule_fields(self._native, chunk, runs), "timeout_ns": timeout_ns(deadline)}
+        native = self._native
+        fields = {**schedule_fields(native, chunk, runs), "timeout_ns": timeout_ns(deadline)}
         try:
             plan = native.ffi.new("kf_schedule *", fields)
         except OverflowError as wrong:
             raise _too_large(wrong) from wrong
         with self._lock:  # the event may be polled before this thread goes on
-            number = int(native.lib.kf_start(native.pointer, plan, error))
-            return self._started(number, chunk.peer, chunk.layers, deadline, error)
+            number = int(native.lib.kf_start(native.pointer, plan, self._error))
+            return self._started(number, chunk.peer, chunk.layers, deadline)
 
     def write(
         self,
@@ -68,7 +66,7 @@ class Writing(Listening):
         deadline: float | None = None,
     ) -> Transfer:
         """Write `length` bytes at once, as one page of the slot. Deadline and errors as in schedule_layers()."""
-        native, error, timeout = self._native, self._error, timeout_ns(deadline)
+        native, timeout = self._native, timeout_ns(deadline)
         source, target = own(native, region, MemoryRegion), own(native, peer, Peer)
         there = self._remotes.of(remote, peer)
         try:
@@ -77,10 +75,10 @@ class Writing(Listening):
                     native.lib.kf_write_one(
                         native.pointer, source, source_offset, target,
                         there, destination_offset, length, slot, generation,
-                        timeout, error,
+                        timeout, self._error,
                     )
                 )  # fmt: skip
-                return self._started(number, peer, 1, deadline, error)
+                return self._started(number, peer, 1, deadline)
         except OverflowError as wrong:
             raise _too_large(wrong) from wrong
 
@@ -106,25 +104,23 @@ class Writing(Listening):
         if self.provider == "shm":
             msg = "provider shm does not complete writes of no bytes"
             raise FabricError(msg, 95)
-        native, error, timeout = self._native, self._error, timeout_ns(deadline)
+        native, timeout = self._native, timeout_ns(deadline)
         target = own(native, peer, Peer)
         try:
             with self._lock:  # the event may be polled before this thread goes on
                 number = int(
                     native.lib.kf_write_immediate(
-                        native.pointer, target, there, slot, generation, pages, timeout, error
+                        native.pointer, target, there, slot, generation, pages, timeout, self._error
                     )
                 )
-                return self._started(number, peer, 1, deadline, error)
+                return self._started(number, peer, 1, deadline)
         except OverflowError as wrong:
             raise _too_large(wrong) from wrong
 
-    def _started(
-        self, number: int, peer: PeerHandle, layers: int, deadline: float | None, error: Any  # noqa: ANN401 - cdata
-    ) -> Transfer:  # fmt: skip
+    def _started(self, number: int, peer: PeerHandle, layers: int, deadline: float | None) -> Transfer:
         if not number:
-            kind = OutOfBoundsError if -error.code in _REFUSED else FabricError
-            raise kind(*self._native.describe(error))
+            kind = OutOfBoundsError if -self._error.code in _REFUSED else FabricError
+            raise kind(*self._native.describe(self._error))
         transfer = Transfer(self._native, number, peer.addresses[0], deadline, layers if self._trace else 0)
         self._transfers[number] = transfer
         return transfer

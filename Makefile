@@ -43,7 +43,7 @@ check: setup
 	$(BIN)/mypy
 
 test: check
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST)
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
 oracle: setup
 	@KVFERRY_ORACLE=all $(BIN)/python -m pytest -n $(WORKERS) --dist load tests/oracle/test_cluster_ranks.py $(PYTEST)

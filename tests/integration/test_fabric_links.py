@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import fabric_rig as rig
 import msgspec
@@ -63,6 +64,12 @@ class Rig:
         self.hosts, self.receiver = hosts, receiver
         self.sender = Sender(hosts, provider, receiver, domains)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sender.close()
+
     def transfer(self) -> list[str]:
         """Send all pages and return how that ended; DONE means that the bytes were compared."""
         self.sender.ask(f"send {PAGES} 1")
@@ -86,10 +93,11 @@ class Rig:
 @pytest.fixture(params=[("tcp", OURS, THEIRS), ("net", OURS, THEIRS), ("tcp", OURS[:1], THEIRS)], ids=str)
 def hosts_apart(request: pytest.FixtureRequest, hosts: netns.Hosts) -> Iterator[Rig]:
     provider, ours, theirs = request.param
-    with rig.receiver(provider, SIZE, theirs, hosts.inside("b")) as receiver:
-        made = Rig(hosts, provider, receiver, ours)
+    with (
+        rig.receiver(provider, SIZE, theirs, hosts.inside("b")) as receiver,
+        Rig(hosts, provider, receiver, ours) as made,
+    ):
         yield made
-        made.sender.close()
 
 
 def test_a_link_cut_in_the_middle_fails_loudly_and_the_other_link_carries_on(hosts_apart) -> None:
@@ -117,8 +125,10 @@ def test_a_link_cut_in_the_middle_fails_loudly_and_the_other_link_carries_on(hos
 
 @pytest.mark.parametrize("provider", ["tcp", "net"])
 def test_a_host_that_vanishes_fails_its_transfers_in_bounded_time_and_is_found_again(hosts, provider) -> None:
-    with rig.receiver(provider, SIZE, THEIRS[:1], hosts.inside("b")) as receiver:
-        made = Rig(hosts, provider, receiver, OURS[:1])
+    with (
+        rig.receiver(provider, SIZE, THEIRS[:1], hosts.inside("b")) as receiver,
+        Rig(hosts, provider, receiver, OURS[:1]) as made,
+    ):
         assert made.transfer()[0] == "DONE"
         made.start_long()
         hosts.ip("b", "route", "add", "blackhole", "10.77.1.1/32")
@@ -131,45 +141,44 @@ def test_a_host_that_vanishes_fails_its_transfers_in_bounded_time_and_is_found_a
         finally:
             hosts.ip("b", "route", "del", "blackhole", "10.77.1.1/32")
         rig.until(lambda: made.transfer()[0] == "DONE", "the host's return", 30)
-        made.sender.close()
 
 
 @pytest.mark.parametrize("provider", ["tcp", "net"])
 def test_a_receiver_closes_its_end_of_a_connection_from_a_host_that_vanished(hosts, provider) -> None:
     """It never writes there, so that nothing but probes would tell."""
     impatient = (*hosts.inside("b"), "env", "KVFERRY_TEST_SILENCE=1")
-    with rig.receiver(provider, SIZE, THEIRS[:1], impatient) as receiver:
-        made = Rig(hosts, provider, receiver, OURS[:1])
+    with (
+        rig.receiver(provider, SIZE, THEIRS[:1], impatient) as receiver,
+        Rig(hosts, provider, receiver, OURS[:1]) as made,
+    ):
         assert made.transfer()[0] == "DONE"
 
         def accepted() -> int:
             command = [*hosts.inside("b"), "ss", "-tnH"]
             return len(subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())
 
-        def held() -> int:
-            return sum(
-                fd.readlink().name.startswith("socket:") for fd in Path(f"/proc/{receiver.process.pid}/fd").iterdir()
-            )
+        def closed() -> bool:
+            return accepted() == 0 and rig.open_files(receiver.process.pid)["socket"] == before - 1
 
-        before = held()
+        before = rig.open_files(receiver.process.pid)["socket"]
         assert accepted() == 1
         hosts.ip("a", "route", "add", "blackhole", "10.77.1.2/32")
         try:
-            rig.until(lambda: accepted() == 0 and held() == before - 1, "the receiver's end to be closed", 30)
+            rig.until(closed, "the receiver's end to be closed", 30)
         finally:
             hosts.ip("a", "route", "del", "blackhole", "10.77.1.2/32")
         rig.until(lambda: made.transfer()[0] == "DONE", "the host's return", 30)
-        made.sender.close()
 
 
 def test_a_peer_whose_first_nic_is_dead_from_the_start_is_written_to_by_the_other(hosts) -> None:
     hosts.ip("b", "route", "add", "blackhole", "10.77.1.1/32")
     try:
-        with rig.receiver("tcp", SIZE, THEIRS, hosts.inside("b")) as receiver:
-            made = Rig(hosts, "tcp", receiver, OURS)
+        with (
+            rig.receiver("tcp", SIZE, THEIRS, hosts.inside("b")) as receiver,
+            Rig(hosts, "tcp", receiver, OURS) as made,
+        ):
             assert made.transfer()[0] == "DONE"
             assert made.carried() == [0, SIZE]
-            made.sender.close()
     finally:
         hosts.ip("b", "route", "del", "blackhole", "10.77.1.1/32")
 

@@ -1,6 +1,7 @@
 """The fabric's thread runs where it was pinned to, from before it opens anything."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import fabric_rig as rig
@@ -16,7 +17,9 @@ def threads() -> dict[str, frozenset[int]]:
     """CPUs that each of the fabric's threads in this process may run on."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
-        if (task / "comm").read_text().strip() == NAME:
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread of an earlier test that ends meanwhile
+            if (task / "comm").read_text().strip() != NAME:
+                continue
             lines = (task / "status").read_text().splitlines()
             found[task.name] = next(
                 from_list(line.split()[1]) for line in lines if line.startswith("Cpus_allowed_list")

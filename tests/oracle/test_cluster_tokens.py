@@ -57,7 +57,7 @@ def smol_cluster(tmp_path_factory, default_model):
 
 def test_the_default_model_over_tcp(smol_cluster, smol):
     reference, tokenizer = smol
-    prompts = [prompt_of(tokenizer, n, seed) for seed, n in enumerate([3000, 1000, *lengths(16, 128), 40, 100, 300])]
+    prompts = [prompt_of(tokenizer, n, seed) for seed, n in enumerate([2000, 600, *lengths(16, 128), 40, 100, 300])]
     run(smol_cluster, reference, prompts)
 
 

@@ -1,9 +1,11 @@
 """A whole cluster for tests: real processes, real Redis, real fabric, on ports of its own."""
 
+import atexit
 import contextlib
+import itertools
 import json
 import os
-import secrets
+import random
 import signal
 import socket
 import subprocess
@@ -24,13 +26,31 @@ STOP_SECONDS = 90
 
 
 # Below the range from which connections are given their own ports: one of those took the port between probe and bind.
-PORTS = range(15000, 32768)
+PORTS = range(15000, 32000)
+BLOCK = 200
+
+
+def own_ports():
+    """Ports that no other test process is given, over and over: it holds the first of a block as long as it lives."""
+    for first in random.SystemRandom().sample(PORTS[::BLOCK], len(PORTS[::BLOCK])):
+        holder = socket.socket()
+        try:
+            holder.bind(("127.0.0.1", first))
+        except OSError:
+            holder.close()
+            continue
+        atexit.register(holder.close)
+        return itertools.cycle(range(first + 1, first + BLOCK))
+    raise AssertionError(f"no block of {BLOCK} ports is free in {PORTS}")
+
+
+_ports = own_ports()
 
 
 def free_port() -> int:
     while True:
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", secrets.choice(PORTS)))
+            probe.bind(("127.0.0.1", next(_ports)))
             return probe.getsockname()[1]
 
 

@@ -7,8 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,16 @@ OVER_NICS = tuple(name for name in PROVIDERS if name != "local")
 BIND = os.environ.get("KVFERRY_TEST_BIND", "127.0.0.1")
 
 
-NOTHING: tuple[int, set[str]] = (0, set())
+NOTHING: tuple[Counter[str], set[str]] = (Counter(), set())
+
+
+def open_files(pid: int | str = "self") -> Counter[str]:
+    """What the file descriptors of a process are open on, as "pipe", "socket" or a path, and how many each."""
+    found: Counter[str] = Counter()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # closed meanwhile, as the one by which the folder is read
+            found[str(fd.readlink()).split(":[")[0]] += 1
+    return found
 
 
 class Held:
@@ -34,13 +44,13 @@ class Held:
 
     def __init__(self) -> None:
         gc.collect()
-        self.fds = len(list(Path("/proc/self/fd").iterdir()))
+        self.files = open_files()
         self.threads = {task.name for task in Path("/proc/self/task").iterdir()}
 
-    def left_over(self) -> tuple[int, set[str]]:
+    def left_over(self) -> tuple[Counter[str], set[str]]:
         """What has come since. Libraries that an earlier test called may end threads of theirs meanwhile."""
         now = Held()
-        return max(0, now.fds - self.fds), now.threads - self.threads
+        return now.files - self.files, now.threads - self.threads
 
 
 def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
@@ -56,7 +66,10 @@ def stop(process: "subprocess.Popen[str]") -> None:
     process.send_signal(signal.SIGSTOP)
 
     def stopped() -> bool:
-        stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+        try:
+            stats = [stat.read_text() for stat in Path(f"/proc/{process.pid}/task").glob("*/stat")]
+        except (FileNotFoundError, ProcessLookupError):  # a thread that ended meanwhile
+            return False
         return {stat.rpartition(")")[2].split()[0] for stat in stats} == {"T"}
 
     until(stopped, "every thread to stop")

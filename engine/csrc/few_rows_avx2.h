@@ -1,13 +1,16 @@
 /* A weight is the upper half of a float32, so two that lie side by side are widened by one operation each: the even ones
  * by a shift, the odd ones by masking the others away. Inputs are spread to match: of every STEP of them the even ones,
  * then the odd ones. A tile of OUTPUTS by ROWS lives in registers: 12 sums, 3 weights and 1 input of the 16 that there
- * are; of a row alone, SINGLE outputs do. An output has one sum, in one order, whatever tile it is in. */
+ * are; of a row alone, SINGLE outputs do. An output has one sum, in one order, whatever tile it is in.
+ *
+ * The outputs of a tile lie far apart, so that as many long streams are read at once: the processor reads each of them
+ * ahead by itself. One core reads 23 GB/s in four streams, and 15 in one, whatever is fetched ahead by hand. */
 
 #define OUTPUTS 3
 #define ROWS 4
 #define SINGLE 4
 #define STEP (2 * LANES)
-#define AHEAD 9216 /* bytes from what is multiplied to what is fetched, into the second level */
+#define AHEAD 1024 /* bytes from what is multiplied to what is fetched */
 
 static inline vec even_of(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256((const __m256i *)p), 16));
@@ -28,7 +31,7 @@ static void spread(const uint16_t *x, float *y, int64_t size) {
 }
 
 static inline __attribute__((always_inline)) void fetch(const uint16_t *p, int ahead) {
-  if (ahead) _mm_prefetch((const char *)p + AHEAD, _MM_HINT_T1);
+  if (ahead) _mm_prefetch((const char *)p + AHEAD, _MM_HINT_T0);
 }
 
 /* Adds one row's input to the sums of three outputs. Left to itself gcc loads the input anew for each, and keeps sums in
@@ -88,52 +91,58 @@ static inline void round_four(const float totals[4], uint16_t out[4]) {
   memcpy(out, rounded, 4 * sizeof(*out));
 }
 
-/* `outputs` up to SINGLE of one row. */
-static inline void one_row(const uint16_t *w, const float *x, uint16_t *y, int outputs, int64_t inputs) {
+/* SINGLE outputs of one row, `apart` from each other. */
+static inline void one_row(const uint16_t *w, const float *x, uint16_t *y, int64_t apart, int64_t inputs) {
   const uint16_t *of[SINGLE];
   float totals[SINGLE];
   uint16_t out[SINGLE];
-  for (int o = 0; o < SINGLE; o++) of[o] = w + (o < outputs ? o : 0) * inputs;
+  for (int o = 0; o < SINGLE; o++) of[o] = w + o * apart * inputs;
   single(of, x, totals, inputs);
   if (inputs % STEP)
-    for (int o = 0; o < outputs; o++) add_rest(of[o], x, totals + o, inputs);
+    for (int o = 0; o < SINGLE; o++) add_rest(of[o], x, totals + o, inputs);
   round_four(totals, out);
-  memcpy(y, out, (size_t)outputs * sizeof(*y));
+  for (int o = 0; o < SINGLE; o++) y[o * apart] = out[o];
 }
 
-/* `outputs` up to OUTPUTS of up to ROWS rows; the first stands in where there are fewer. */
-static inline void some_rows(const uint16_t *w, const float *x, uint16_t *y, int outputs, int rows, int64_t stride,
+/* OUTPUTS outputs, `apart` from each other, of up to ROWS rows; the first stands in where there are fewer. */
+static inline void some_rows(const uint16_t *w, const float *x, uint16_t *y, int64_t apart, int rows, int64_t stride,
                              int64_t inputs, int ahead) {
   const uint16_t *of[OUTPUTS];
   const float *row[ROWS];
   float totals[OUTPUTS][ROWS];
   uint16_t out[ROWS];
-  for (int o = 0; o < OUTPUTS; o++) of[o] = w + (o < outputs ? o : 0) * inputs;
+  for (int o = 0; o < OUTPUTS; o++) of[o] = w + o * apart * inputs;
   for (int r = 0; r < ROWS; r++) row[r] = x + (r < rows ? r : 0) * inputs;
   if (ahead)
     tile(of, row, totals, inputs, 1);
   else
     tile(of, row, totals, inputs, 0);
-  for (int o = 0; o < outputs; o++) {
+  for (int o = 0; o < OUTPUTS; o++) {
     if (inputs % STEP)
       for (int r = 0; r < rows; r++) add_rest(of[o], row[r], totals[o] + r, inputs);
     round_four(totals[o], out);
-    for (int r = 0; r < rows; r++) y[r * stride + o] = out[r];
+    for (int r = 0; r < rows; r++) y[r * stride + o * apart] = out[r];
   }
 }
 
 static inline int least(int64_t a, int b) { return a < b ? (int)a : b; }
 
+/* Outputs w[0 .. count), and as many tiles: output o is with o + apart, o + 2 apart ... in one. */
+static void tiles(const uint16_t *w, const float *x, uint16_t *y, int64_t count, int64_t apart, int64_t rows,
+                  int64_t stride, int64_t inputs) {
+  for (int64_t r = 0; r < rows; r += ROWS)
+    for (int64_t o = 0; o < count; o++)
+      if (rows == 1)
+        one_row(w + o * inputs, x, y + o, apart, inputs);
+      else
+        some_rows(w + o * inputs, x + r * inputs, y + r * stride + o, apart, least(rows - r, ROWS), stride, inputs,
+                  r == 0);
+}
+
 static void few_rows(const uint16_t *w, const void *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs,
                      int64_t first, int64_t end) {
-  const float *spread_x = x;
-  if (rows == 1) {
-    for (int64_t o = first; o < end; o += SINGLE)
-      one_row(w + o * inputs, spread_x, y + o, least(end - o, SINGLE), inputs);
-    return;
-  }
-  for (int64_t r = 0; r < rows; r += ROWS)
-    for (int64_t o = first; o < end; o += OUTPUTS)
-      some_rows(w + o * inputs, spread_x + r * inputs, y + r * outputs + o, least(end - o, OUTPUTS), least(rows - r, ROWS),
-                outputs, inputs, r == 0);
+  const int64_t streams = rows == 1 ? SINGLE : OUTPUTS, apart = (end - first) / streams;
+  const int64_t left = first + streams * apart; /* no whole tile: each is all outputs of one */
+  tiles(w + first * inputs, x, y + first, apart, apart, rows, outputs, inputs);
+  tiles(w + left * inputs, x, y + left, end - left, 0, rows, outputs, inputs);
 }

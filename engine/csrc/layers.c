@@ -10,11 +10,18 @@
 
 #if defined(__x86_64__)
 
-#define GRAIN 512    /* elements of silu times up that a thread takes at a time */
-#define TILE 32768   /* bytes of weights that it takes at a time: they stay in its cache for all rows */
+#define GRAIN 48     /* elements between the halves of the MLP that a thread takes at a time: whole tiles, and vectors */
+#define ONCE 4       /* rows that weights are read once for; for more they are read again, out of the cache */
+#define TILE 32768   /* bytes of weights that are multiplied at a time then */
 #define OUTPUTS 12   /* whole tiles of registers */
 
-/* One thread's view of a step. All that is not const is the team's, written in one phase and read in others. */
+/* Inputs of a product, two ways: the second is few_rows' own where it wants one. */
+typedef struct {
+  uint16_t *narrow;
+  float *spread;
+} Inputs;
+
+/* One thread's view of a step. All that is not const is written in one phase and read in others, but for `normal`. */
 typedef struct {
   KvTeam *team;
   const KvLevel *level;
@@ -22,67 +29,79 @@ typedef struct {
   const KvStep *step;
   const KvDense *layer;
   KvLayer pages;
-  uint16_t *in, *qkv, *q, *out; /* a product's input, two ways; heads before and after turning; a product's output */
-  float *spread;
+  Inputs normal;       /* the norm of the residual stream, which each thread computes for itself */
+  Inputs inner;        /* what attention gives, and what is between the halves of the MLP */
+  uint16_t *heads, *q; /* before and after turning */
+  uint16_t *out;       /* of a product, [rows][outputs] */
 } Work;
 
 static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 static int64_t heads_of(const KvStack *stack) { return stack->heads + 2 * stack->kv_heads; }
 
-/* Elements [at, at + size) of the next product's input are there. */
-static void ready(const Work *w, int64_t at, int64_t size) {
-  if (w->level->spread) w->level->spread(w->in + at, w->spread + at, size);
+/* Elements [at, at + size) of a product's inputs are there. */
+static void ready(const Work *w, const Inputs *x, int64_t at, int64_t size) {
+  if (w->level->spread) w->level->spread(x->narrow + at, x->spread + at, size);
 }
 
+/* Sooner done by each thread than by one that the others wait for. */
 static void norm(const Work *w, const uint16_t *weights) {
   const int64_t size = w->stack->hidden;
-  for (int64_t r, end; kv_take(w->team, w->step->rows, &r, &end);)
-    for (; r < end; r++) {
-      w->level->rms_norm(w->step->x + r * size, weights, w->in + r * size, size, w->stack->eps);
-      ready(w, r * size, size);
-    }
-  kv_meet(w->team);
+  for (int64_t r = 0; r < w->step->rows; r++) {
+    w->level->rms_norm(w->step->x + r * size, weights, w->normal.narrow + r * size, size, w->stack->eps);
+    ready(w, &w->normal, r * size, size);
+  }
 }
 
-static void add_rows(const Work *w, int64_t first, int64_t end) {
+/* Outputs [first, end) of y [rows][outputs] = x times W. */
+static void multiply(const Work *w, const uint16_t *weights, const Inputs *x, uint16_t *y, int64_t outputs,
+                     int64_t inputs, int64_t first, int64_t end) {
+  const int64_t rows = w->step->rows;
+  const int64_t tile = rows > ONCE ? largest(1, TILE / (2 * inputs * OUTPUTS)) * OUTPUTS : end - first;
+  const void *from = w->level->spread ? (const void *)x->spread : x->narrow;
+  for (int64_t o = first; o < end; o += tile)
+    w->level->few_rows(weights, from, y, rows, outputs, inputs, o, least(o + tile, end));
+}
+
+/* Adds x times W to the residual stream. */
+static void project(const Work *w, const uint16_t *weights, int64_t inputs) {
   const int64_t size = w->stack->hidden;
-  for (int64_t r = 0; r < w->step->rows; r++)
-    w->level->add(w->step->x + r * size + first, w->out + r * size + first, end - first);
-}
-
-/* y [rows][outputs] = the input times W; with `add`, outputs are the residual stream's and added to it. */
-static void multiply(const Work *w, const uint16_t *weights, uint16_t *y, int64_t outputs, int64_t inputs, int add) {
-  const int64_t tile = largest(1, TILE / (2 * inputs * OUTPUTS)) * OUTPUTS, tiles = (outputs + tile - 1) / tile;
-  const void *x = w->level->spread ? (const void *)w->spread : w->in;
-  for (int64_t t, last; kv_take(w->team, tiles, &t, &last);) {
-    int64_t first = t * tile, end = last * tile < outputs ? last * tile : outputs;
-    for (int64_t o = first; o < end; o += tile)
-      w->level->few_rows(weights, x, y, w->step->rows, outputs, inputs, o, o + tile < end ? o + tile : end);
-    if (add) add_rows(w, first, end);
+  for (int64_t i, last; kv_take(w->team, (size + OUTPUTS - 1) / OUTPUTS, &i, &last);) {
+    const int64_t first = i * OUTPUTS, end = least(last * OUTPUTS, size);
+    multiply(w, weights, &w->inner, w->out, size, inputs, first, end);
+    for (int64_t r = 0; r < w->step->rows; r++)
+      w->level->add(w->step->x + r * size + first, w->out + r * size + first, end - first);
   }
   kv_meet(w->team);
 }
 
-/* Turns the heads of row r, queries for attention and keys into the pool, and puts the values beside those. */
-static void turn_row(const Work *w, int64_t r) {
+/* Turns a head of row r, a query for attention, a key into the pool; a value is put beside its key. */
+static void place_head(const Work *w, int64_t r, int64_t h) {
   const KvStack *s = w->stack;
   const KvStep *step = w->step;
-  const int64_t dim = s->head_dim, tokens = w->pages.page_size, slot = step->slots[r];
-  uint16_t *from = w->qkv + r * heads_of(s) * dim;
-  for (int64_t h = 0; h < s->heads + s->kv_heads; h++) {
-    uint16_t *head = from + h * dim, *key = w->pages.pages + (slot / tokens * s->kv_heads + h - s->heads) * 2 * tokens * dim;
-    const uint16_t *weights = w->layer->head_norm;
-    if (weights) w->level->rms_norm(head, h < s->heads ? weights : weights + dim, head, dim, s->eps);
-    uint16_t *to = h < s->heads ? w->q + (r * s->heads + h) * dim : key + slot % tokens * dim;
-    w->level->rotate(head, step->cos + r * dim, step->sin + r * dim, to, dim);
-    if (h >= s->heads) memcpy(to + tokens * dim, head + s->kv_heads * dim, (size_t)dim * sizeof(*to));
+  const int64_t dim = s->head_dim, tokens = w->pages.page_size, slot = step->slots[r], turned = s->heads + s->kv_heads;
+  uint16_t *head = w->heads + (r * heads_of(s) + h) * dim, *to = w->q + (r * s->heads + h) * dim;
+  if (h >= s->heads) {
+    const int64_t of = (h - s->heads) % s->kv_heads, value = h >= turned;
+    to = w->pages.pages + (((slot / tokens * s->kv_heads + of) * 2 + value) * tokens + slot % tokens) * dim;
+    if (value) {
+      memcpy(to, head, (size_t)dim * sizeof(*to));
+      return;
+    }
   }
+  const uint16_t *weights = w->layer->head_norm;
+  if (weights) w->level->rms_norm(head, h < s->heads ? weights : weights + dim, head, dim, s->eps);
+  w->level->rotate(head, step->cos + r * dim, step->sin + r * dim, to, dim);
 }
 
-static void turn(const Work *w) {
-  for (int64_t r, end; kv_take(w->team, w->step->rows, &r, &end);)
-    for (; r < end; r++) turn_row(w, r);
+static void make_heads(const Work *w) {
+  const int64_t dim = w->stack->head_dim, all = heads_of(w->stack);
+  for (int64_t h, end; kv_take(w->team, all, &h, &end);) {
+    multiply(w, w->layer->qkv, &w->normal, w->heads, all * dim, w->stack->hidden, h * dim, end * dim);
+    for (; h < end; h++)
+      for (int64_t r = 0; r < w->step->rows; r++) place_head(w, r, h);
+  }
   kv_meet(w->team);
 }
 
@@ -91,9 +110,9 @@ static void attend_heads(const Work *w) {
   const int64_t heads = w->stack->kv_heads, size = w->pages.group * w->stack->head_dim;
   for (int64_t i, end; kv_take(w->team, step->rows * heads, &i, &end);)
     for (; i < end; i++) {
-      w->level->attend_row(&w->pages, i % heads, w->q + i * size, w->in + i * size, step->tables + i / heads * step->width,
-                           step->lens[i / heads]);
-      ready(w, i * size, size);
+      w->level->attend_row(&w->pages, i % heads, w->q + i * size, w->inner.narrow + i * size,
+                           step->tables + i / heads * step->width, step->lens[i / heads]);
+      ready(w, &w->inner, i * size, size);
     }
   kv_meet(w->team);
 }
@@ -107,34 +126,33 @@ static void clear(const Work *w) {
 }
 
 static void attention(const Work *w) {
-  const KvStack *s = w->stack;
-  const KvDense *layer = w->layer;
   if (w->step->opened_pages) clear(w);
-  norm(w, layer->attention_norm);
-  multiply(w, layer->qkv, w->qkv, heads_of(s) * s->head_dim, s->hidden, 0);
-  turn(w);
+  norm(w, w->layer->attention_norm);
+  make_heads(w);
   attend_heads(w);
-  multiply(w, layer->output, w->out, s->hidden, s->heads * s->head_dim, 1);
+  project(w, w->layer->output, w->stack->heads * w->stack->head_dim);
 }
 
-static void activate(const Work *w) {
-  const int64_t size = w->stack->between, each = (size + GRAIN - 1) / GRAIN;
-  for (int64_t i, end; kv_take(w->team, w->step->rows * each, &i, &end);)
-    for (; i < end; i++) {
-      int64_t r = i / each, at = i % each * GRAIN, n = size - at < GRAIN ? size - at : GRAIN;
-      const uint16_t *gate = w->out + 2 * r * size + at;
-      w->level->silu_times(gate, gate + size, w->in + r * size + at, n);
-      ready(w, r * size + at, n);
+/* The first half of the MLP: gate and up of the same elements, and what is made of the two. */
+static void gate(const Work *w) {
+  const int64_t size = w->stack->between, inputs = w->stack->hidden;
+  for (int64_t i, last; kv_take(w->team, (size + GRAIN - 1) / GRAIN, &i, &last);) {
+    const int64_t first = i * GRAIN, end = least(last * GRAIN, size);
+    multiply(w, w->layer->gate_up, &w->normal, w->out, 2 * size, inputs, first, end);
+    multiply(w, w->layer->gate_up, &w->normal, w->out, 2 * size, inputs, size + first, size + end);
+    for (int64_t r = 0; r < w->step->rows; r++) {
+      const uint16_t *gates = w->out + 2 * r * size + first;
+      w->level->silu_times(gates, gates + size, w->inner.narrow + r * size + first, end - first);
+      ready(w, &w->inner, r * size + first, end - first);
     }
+  }
   kv_meet(w->team);
 }
 
 static void feed_forward(const Work *w) {
-  const KvStack *s = w->stack;
   norm(w, w->layer->mlp_norm);
-  multiply(w, w->layer->gate_up, w->out, 2 * s->between, s->hidden, 0);
-  activate(w);
-  multiply(w, w->layer->down, w->out, s->hidden, s->between, 1);
+  gate(w);
+  project(w, w->layer->down, w->stack->between);
 }
 
 static void run_halves(Work w, int64_t first, int64_t end) {
@@ -148,34 +166,35 @@ static void run_halves(Work w, int64_t first, int64_t end) {
   }
 }
 
-/* Elements of a row of each of the four kinds of rows that a step needs. */
-static void row_sizes(const KvStack *s, int64_t sizes[4]) {
-  sizes[0] = largest(largest(s->hidden, s->between), s->heads * s->head_dim);
-  sizes[1] = heads_of(s) * s->head_dim;
-  sizes[2] = s->heads * s->head_dim;
-  sizes[3] = largest(s->hidden, 2 * s->between);
+/* Elements of bfloat16 in whole cache lines, so that no two threads write to one. */
+static int64_t padded(int64_t elements) { return (elements + 31) / 32 * 32; }
+
+static Inputs inputs_at(char *memory, int64_t elements) {
+  float *spread = (float *)memory;
+  return (Inputs){.spread = spread, .narrow = (uint16_t *)(spread + elements)};
 }
 
-int kv_run_layers(const KvStack *stack, const KvStep *step, int64_t first, int64_t end) {
-  const int64_t group = stack->heads / stack->kv_heads;
-  KvTeam team = {0};
-  Work work = {.team = &team, .level = kv_used_level(), .stack = stack, .step = step};
-  work.pages = (KvLayer){NULL, stack->kv_heads, step->page_size, stack->head_dim, group, stack->scale};
-  int64_t sizes[4];
-  row_sizes(stack, sizes);
-  const int64_t narrow = sizes[0] + sizes[1] + sizes[2] + sizes[3];
-  char *memory = malloc((size_t)step->rows * ((size_t)sizes[0] * sizeof(float) + (size_t)narrow * sizeof(uint16_t)));
+int kv_run_layers(const KvStack *s, const KvStep *step, int64_t first, int64_t end) {
+  const int threads = omp_get_max_threads();
+  const int64_t rows = step->rows, normal = padded(rows * s->hidden), q = padded(rows * s->heads * s->head_dim);
+  const int64_t inner = largest(padded(rows * s->between), q), heads = padded(rows * heads_of(s) * s->head_dim);
+  const int64_t out = padded(rows * largest(s->hidden, 2 * s->between)), each = sizeof(float) + sizeof(uint16_t);
+  char *memory = malloc((size_t)((threads * normal + inner) * each + (heads + q + out) * (int64_t)sizeof(uint16_t)));
   if (!memory) return -1;
-  work.spread = (float *)memory;
-  work.in = (uint16_t *)(work.spread + step->rows * sizes[0]);
-  work.qkv = work.in + step->rows * sizes[0];
-  work.q = work.qkv + step->rows * sizes[1];
-  work.out = work.q + step->rows * sizes[2];
-#pragma omp parallel
+  KvTeam team = {0};
+  Work work = {.team = &team, .level = kv_used_level(), .stack = s, .step = step};
+  work.pages = (KvLayer){NULL, s->kv_heads, step->page_size, s->head_dim, s->heads / s->kv_heads, s->scale};
+  work.inner = inputs_at(memory + threads * normal * each, inner);
+  work.heads = work.inner.narrow + inner;
+  work.q = work.heads + heads;
+  work.out = work.q + q;
+#pragma omp parallel num_threads(threads)
   {
+    Work own = work;
+    own.normal = inputs_at(memory + omp_get_thread_num() * normal * each, normal);
     /* Each says it to itself: nobody would come to meet the others before they have been counted. */
     atomic_store(&team.threads, omp_get_num_threads());
-    run_halves(work, first, end);
+    run_halves(own, first, end);
   }
   free(memory);
   return 0;

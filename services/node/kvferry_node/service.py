@@ -15,6 +15,9 @@ import uvloop
 from kvferry_node.logs import get_logger
 from kvferry_node.sockets import flush_sockets
 
+LOOK_SECONDS = 0.25
+"""Between two looks for a standstill; more often where a shorter one counts, or the looks would be taken for it."""
+
 
 class Stop:
     """How a service learns that it shall end: drain, leave, return from its main function."""
@@ -107,11 +110,12 @@ async def wait_until(condition: Callable[[], bool], seconds: float, *, every: fl
     return True
 
 
-async def watch_standstill(longest: float, on_standstill: Callable[[float], None], *, every: float = 0.25) -> None:
+async def watch_standstill(longest: float, on_standstill: Callable[[float], None]) -> None:
     """Call `on_standstill` with the seconds, whenever this process has stood still for longer than `longest`.
 
     A process that was stopped, or starved, for so long that its lease ended was taken for lost by everyone else.
     """
+    every = min(LOOK_SECONDS, longest / 4)
     while True:
         before = time.monotonic()
         await asyncio.sleep(every)

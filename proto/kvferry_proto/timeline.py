@@ -21,6 +21,10 @@ def clock_id() -> str:
         return ""
 
 
+MOST_CHUNKS = 1024
+"""Chunks that a time line tells apart: it travels in messages, and a prompt may take a pass for each token."""
+
+
 class Chunk(msgspec.Struct, frozen=True, array_like=True):
     """One forward pass's share of a prompt."""
 
@@ -35,6 +39,7 @@ class PrefillTimeline(msgspec.Struct, kw_only=True):
     clock: str = msgspec.field(default_factory=clock_id)
     received: int = 0
     chunks: list[Chunk] = []
+    """In their order; the last of MOST_CHUNKS stands for all from there on."""
     last_layer: int = 0
     """The last layer's counter was seen."""
     last_write: int = 0
@@ -45,6 +50,14 @@ class PrefillTimeline(msgspec.Struct, kw_only=True):
     """Tokens whose KV it had already."""
     bytes: int = 0
     writes: int = 0
+
+    def add(self, chunk: Chunk) -> None:
+        """Note another pass; where MOST_CHUNKS are noted already, as a part of the last."""
+        if len(self.chunks) < MOST_CHUNKS:
+            self.chunks.append(chunk)
+        else:
+            last = self.chunks[-1]
+            self.chunks[-1] = Chunk(last.started, chunk.ended, last.tokens + chunk.tokens)
 
     @property
     def exposed_ns(self) -> int:

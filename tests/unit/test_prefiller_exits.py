@@ -19,6 +19,7 @@ from kvferry_fabric import Event, EventKind, FabricError
 from kvferry_node.errors import PeerGone
 from kvferry_prefiller.service import PrefillerService
 from kvferry_prefiller.settings import PrefillerSettings
+from kvferry_proto.codec import MAX_FRAME_BYTES, encode
 from kvferry_proto.errors import ErrorCode
 from kvferry_proto.ints import Int32s
 from kvferry_proto.layout import KVLayout
@@ -115,6 +116,7 @@ class Decoder:
         if self.gone:
             text = "gone"
             raise PeerGone(text)
+        encode(NodeRef("p", 1), message)
         self.last_words[message.request_id, type(message).__name__] += 1
 
 
@@ -127,6 +129,8 @@ class World:
         self.step = None
         self.inputs = []
         self.checks = []
+        self.surplus = 0
+        """Checksums beyond those of the pages."""
         own = PrefillerSettings(model="none", max_running=RUNNING, max_waiting=6, chunk_size=8, overtake_seconds=1.0)
         worker = SimpleNamespace(
             fabric=self.fabric, allocator=self.allocator, layout=LAYOUT, settings=own, register=lambda: ["region"],
@@ -154,7 +158,7 @@ class World:
     async def checksums(self, pages, _places):
         self.checks.append((list(pages), done := asyncio.get_running_loop().create_future()))
         await done
-        return Int32s([7] * len(pages) * LAYOUT.layers)
+        return Int32s([7] * (len(pages) * LAYOUT.layers + self.surplus))
 
     # --- what happens ---
 
@@ -292,6 +296,29 @@ async def play(actions):
             world.check()
             await world.settle()
             world.check()
+        await world.everything_ends()
+    finally:
+        await world.close()
+
+
+def test_checksums_that_no_message_holds_fail_the_prefill_instead_of_never_coming():
+    asyncio.run(play_with_too_many_checksums())
+
+
+async def play_with_too_many_checksums():
+    world = World()
+    try:
+        world.surplus = MAX_FRAME_BYTES
+        world.ask(5)
+        await world.settle()
+        world.step_ends(1)
+        await world.settle()
+        for transfer in sorted(world.fabric.reads):
+            world.end(transfer, EventKind.DONE)
+        await world.settle()
+        world.checked(0)
+        await world.settle()
+        assert set(world.decoders[1].last_words) == {("r0", "PrefillFailed")}
         await world.everything_ends()
     finally:
         await world.close()

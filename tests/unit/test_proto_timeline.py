@@ -2,6 +2,8 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
+from kvferry_proto.codec import MAX_HEADER_BYTES, encode
+from kvferry_proto.nodes import NodeRef
 from kvferry_proto.timeline import (
     Chunk,
     DecodeTimeline,
@@ -12,6 +14,7 @@ from kvferry_proto.timeline import (
     now,
     summary_ms,
 )
+from kvferry_proto.to_decoder import PrefillReport
 
 MS = 1_000_000
 
@@ -95,6 +98,16 @@ def test_request_that_failed_at_once_has_no_phases():
 def test_transfer_that_ended_before_its_last_layer_was_seen_exposes_nothing():
     assert PrefillTimeline(last_layer=5, last_write=3).exposed_ns == 0
     assert PrefillTimeline(last_layer=5).exposed_ns == 0
+
+
+def test_time_line_of_a_prompt_that_took_a_pass_for_each_token_can_be_sent():
+    it = PrefillTimeline(received=now())
+    for token in range(131_072):
+        it.add(Chunk(it.received + token * MS, it.received + (token + 1) * MS, 1))
+    report = PrefillReport(request_id="r" * 64, slot=1, generation=1, timeline=it)
+    assert len(encode(NodeRef("p", 1), report)[0]) < MAX_HEADER_BYTES // 2
+    assert (it.chunks[0].started, it.chunks[-1].ended) == (it.received, it.received + 131_072 * MS)
+    assert sum(chunk.tokens for chunk in it.chunks) == 131_072
 
 
 def test_clock():

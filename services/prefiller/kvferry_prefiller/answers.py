@@ -3,7 +3,8 @@
 from kvferry_node.channels import Origin
 from kvferry_node.errors import ChannelError
 from kvferry_node.logs import get_logger
-from kvferry_proto.errors import RequestError
+from kvferry_proto.codec import WireError
+from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Message
 from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
@@ -23,8 +24,8 @@ def confirmed(origin: Origin, asked: Prefill | CancelPrefill) -> None:
     _tell(origin, CancelConfirmed(request_id=asked.request_id, slot=asked.slot, generation=asked.generation))
 
 
-def reported(request: Request, checksums: Int32s, context_checksum: int | None) -> None:
-    """Tell that every write is complete."""
+def reported(request: Request, checksums: Int32s, context_checksum: int | None, *, node: str) -> None:
+    """Tell that every write is complete; that it can't be told, where the checksums are more than a message holds."""
     order = request.order
     report = PrefillReport(
         request_id=order.request_id,
@@ -34,7 +35,12 @@ def reported(request: Request, checksums: Int32s, context_checksum: int | None) 
         checksums=checksums,
         context_checksum=context_checksum,
     )
-    _tell(request.origin, report)
+    try:
+        _tell(request.origin, report)
+    except WireError as why:
+        text = f"the report on a prompt of {len(order.tokens)} tokens can't be sent: {why}"
+        error = RequestError(code=ErrorCode.INTERNAL, message=text, phase=Phase.TRANSFER, node=node)
+        failed(request.origin, order, error)
 
 
 def stopped(request: Request) -> None:

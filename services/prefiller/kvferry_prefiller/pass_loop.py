@@ -110,7 +110,7 @@ class PassLoop:
         self._metrics.step_seconds.observe((ended - began) / 1e9)
         self._metrics.tokens.labels("prefilled").inc(sum(chunk.tokens for chunk in chunks))
         for chunk in chunks:
-            chunk.request.timeline.chunks.append(ChunkTime(began, ended, chunk.tokens))
+            chunk.request.timeline.add(ChunkTime(began, ended, chunk.tokens))
 
 
 def _sequence(chunk: Chunk) -> SequenceSlice:

@@ -164,7 +164,7 @@ class PrefillerService(WorkerService[Key, Request]):
         if stopped:
             answers.stopped(request)
         else:
-            answers.reported(request, checksums, context_checksum)
+            answers.reported(request, checksums, context_checksum, node=self._ref.id)
         self._loop.wake()
 
     def _on_broken(self, request: Request, code: ErrorCode, why: str) -> None:

@@ -1,6 +1,7 @@
 """What is said of a Redis that does not answer: never nothing, and nothing that is this process's own doing."""
 
 import asyncio
+import re
 import socket
 import threading
 
@@ -62,21 +63,64 @@ def test_a_database_that_is_not_there_is_a_refusal(redis_server):
     assert refusal(f"{redis_server.url}?db=3") is None
 
 
-def test_a_server_that_quotes_the_password_does_not_have_it_printed():
-    def answer():
+def answered(to: bytes, answer: bytes) -> str | None:
+    """Return what `refusal` says of a Redis that gives this answer to one command, and OK to all others."""
+
+    def serve():
         connection, _ = server.accept()
         with connection:
-            connection.recv(4096)
-            connection.sendall(b"-ERR unknown command 'AUTH', with args beginning with: 'secret'\r\n")
-            connection.recv(4096)
+            while data := connection.recv(4096):
+                for command in re.findall(rb"\*\d+\r\n\$\d+\r\n(\w+)", data):
+                    connection.sendall(answer if command == to else b"+OK\r\n")
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=answer)
+        thread = threading.Thread(target=serve)
         thread.start()
         why = refusal(f"redis://:secret@127.0.0.1:{server.getsockname()[1]}/0")
         thread.join()
+    return why
+
+
+def test_a_server_that_quotes_the_password_does_not_have_it_printed():
+    why = answered(b"AUTH", b"-ERR unknown command 'AUTH', with args beginning with: 'secret'\r\n")
     assert "***" in why
     assert "secret" not in why
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        b"-BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+        b"-MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk.",
+        b"-LOADING Redis is loading the dataset in memory",
+    ],
+)
+def test_a_redis_that_cannot_serve_for_a_while_is_waited_for(word):
+    assert answered(b"PING", word + b"\r\n") is None
+
+
+def test_a_user_who_may_not_ping_is_let_in(redis_server):
+    redis_server.command("ACL", "SETUSER", "app", "on", ">sesame", "~*", "&*", "+@all", "-ping")
+    assert refusal(redis_server.url.replace("//", "//app:sesame@", 1)) is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://:sec#ret@127.0.0.1:6379/0",
+        "redis://:secret@127.0.0.1:port/0",
+        "redis://:secret@[::1",
+        "redis://:secret@127.0.0.1:1/0?socket_timeout=soon",
+        "redis://:secret@127.0.0.1:1/0?colour=red",
+        "unix:///redis.sock?password=secret&db=first",
+    ],
+)
+def test_a_url_that_cannot_be_read_is_said_to_be_so_without_the_password(url, tmp_path):
+    options = ["--model", str(make_model_folder(tmp_path)), "--redis-url", url]
+    result = click.testing.CliRunner().invoke(router, options)
+    assert result.exit_code == 2
+    assert "the URL can't be read" in result.output
+    assert "sec" not in result.output.replace("seconds", "")
 
 
 def test_a_service_that_its_redis_lets_not_in_says_so_and_ends(locked, tmp_path):

@@ -48,7 +48,7 @@ class SettingsCommand(click.Command, Generic[S]):
         return self.settings(self.make_context(str(self.name), list(args)).params)
 
     def redis_refusal(self, url: str) -> str | None:
-        """Return why the Redis at `url` lets nobody in who comes by it, or None; blocks for a moment."""
+        """Return what is wrong with the Redis at `url` that no waiting mends, a predicate, or None."""
         return refusal(url)
 
 
@@ -64,7 +64,7 @@ def settings_command(
         def callback(**flags: Any) -> None:  # noqa: ANN401  # texts, as click has them
             settings = command.settings(flags)
             if why := refusal(settings.redis_url):
-                msg = f"--redis-url (or KVFERRY_REDIS_URL, REDIS_URL): the Redis there lets nobody in: {why}"
+                msg = f"--redis-url (or KVFERRY_REDIS_URL, REDIS_URL): the Redis there {why}"
                 raise click.UsageError(msg)
             function(settings)
 

@@ -18,7 +18,7 @@ from redis.asyncio import BlockingConnectionPool, Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.commands.core import AsyncScript
-from redis.exceptions import AuthenticationError, RedisError, ResponseError
+from redis.exceptions import AuthenticationError, NoPermissionError, RedisError, ResponseError
 from redis.retry import Retry as BlockingRetry
 
 __all__ = [
@@ -46,6 +46,9 @@ LATE_SECONDS = 0.25
 
 CHECK_SECONDS = 1.0
 """What `refusal` gives a Redis to answer; one that takes longer is waited for as one that is not there yet."""
+
+PASSING = ("BUSY ", "MISCONF ")
+"""How a Redis begins that can't serve now: it runs a script, or its disk is full. It may be able to later."""
 
 
 class NoAnswer(TimeoutError):  # noqa: N818  # the name says it
@@ -83,23 +86,37 @@ def trouble(error: BaseException) -> tuple[str, str]:
 
 
 def refusal(url: str) -> str | None:
-    """Return why the Redis at `url` lets nobody in who comes by it, without the password, or None.
+    """Return what is wrong with the Redis at `url`, or with the URL, that no waiting mends; None where nothing is.
 
-    Blocks for a moment. A Redis that is not there refuses nothing: it may come yet.
+    A predicate, "lets nobody in: ..." say, without the password. Blocks for a moment. A Redis that is not there, or
+    busy, refuses nothing: it may come yet.
     """
     seconds, retry = CHECK_SECONDS, BlockingRetry(NoBackoff(), 0)
-    client = BlockingRedis.from_url(
-        url, socket_connect_timeout=seconds, socket_timeout=seconds, protocol=2, retry=retry
-    )
+    try:
+        client = BlockingRedis.from_url(
+            url, socket_connect_timeout=seconds, socket_timeout=seconds, protocol=2, retry=retry
+        )
+        client.connection_pool.make_connection()
+    except (ValueError, TypeError):
+        # What they say may quote the password.
+        return "can't be found: the URL can't be read (in a password, write / ? # @ % as %2F %3F %23 %40 %25)"
     with contextlib.closing(client):
-        try:
-            client.ping()
-        except (AuthenticationError, ResponseError) as error:
-            password = client.connection_pool.connection_kwargs.get("password")
-            # A server that does not know AUTH quotes what came with it.
-            return str(error).replace(password, "***") if password else str(error)
-        except RedisError:
-            return None
+        why = _refused(client)
+    password = client.connection_pool.connection_kwargs.get("password")
+    # A server that does not know AUTH quotes what came with it.
+    return why.replace(password, "***") if why and password else why
+
+
+def _refused(client: BlockingRedis) -> str | None:
+    try:
+        client.ping()
+    except NoPermissionError:
+        # It has let us in, and what this user may do is not for a ping to say.
+        return None
+    except (AuthenticationError, ResponseError) as error:
+        return None if str(error).startswith(PASSING) else f"lets nobody in: {error}"
+    except RedisError:
+        return None
     return None
 
 

@@ -30,7 +30,7 @@ def _reach(url: str) -> Finding:
     shown = without_password(url)
     why = unreachable(url)
     if why is None and (refused := _refusal(url)):
-        why = f"{shown} lets nobody in: {refused}"
+        why = f"{shown} {refused}"
     return ok("redis", f"something listens at {shown}") if why is None else fail("redis", why, ADVICE)
 
 

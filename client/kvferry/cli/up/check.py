@@ -25,7 +25,7 @@ class Checkable(Protocol):
         """Read and check a command line. Raises UsageError."""
 
     def redis_refusal(self, url: str) -> str | None:
-        """Say why the Redis at `url` lets nobody in who comes by it."""
+        """Say what is wrong with the Redis at `url` that no waiting mends: a predicate."""
 
 
 def checked(options: ClusterOptions) -> ClusterOptions:
@@ -36,7 +36,7 @@ def checked(options: ClusterOptions) -> ClusterOptions:
 
 
 def redis_refusal(url: str) -> str | None:
-    """Return why the Redis at `url` would let no service in, without the password, or None."""
+    """Return what is wrong with the Redis at `url` that no waiting mends, a predicate without the password, or None."""
     return _command("router").redis_refusal(url)
 
 

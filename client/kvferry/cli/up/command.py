@@ -139,7 +139,7 @@ def _check_surroundings(port: object, zmq_port: object) -> None:
         )
         raise click.UsageError(msg)
     if url and (why := redis_refusal(url)):
-        msg = f"the Redis that REDIS_URL names, {without_password(url)}, lets nobody in: {why}"
+        msg = f"the Redis that REDIS_URL names, {without_password(url)}, {why}"
         raise click.UsageError(msg)
 
 

@@ -1,5 +1,6 @@
 """What an engine gives out: memory regions, peers and layer counters. Each is closed by its user, or by the engine."""
 
+import ctypes
 from typing import Any, Self, TypeVar
 
 from kvferry_proto.memory import DomainMemory, LocalMemory, MemoryDescriptor
@@ -208,7 +209,8 @@ class LayerCounter(_Handle):
             native.fail(error)
         self.address = int(native.lib.kf_counter_address(handle))
         """Address of the 64-bit word, alone in its cache line."""
-        self._bump = native.lib.kf_counter_bump
+        self._bump = native.keeping_the_interpreter("kf_counter_bump", ctypes.c_void_p, ctypes.c_uint64)
+        self._place = native.address_of(handle)
         super().__init__(native, owner, handle)
 
     @property
@@ -217,8 +219,12 @@ class LayerCounter(_Handle):
         return int(self._native.lib.kf_counter_value(self.handle))
 
     def bump(self, n: int = 1) -> None:
-        """Add n with release order: what this thread wrote before is sent after. Wakes the fabric if it sleeps."""
-        self._bump(self.handle, n)
+        """Add n with release order: what this thread wrote before is sent after. Wakes the fabric if it sleeps.
+
+        The interpreter is kept: another thread that waits for it would hold it for up to 5 ms, after every layer.
+        """
+        _ = self.handle  # raises if this is closed
+        self._bump(self._place, n)
 
     def _free(self, error: Any) -> int:  # noqa: ANN401 - cdata
         return int(self._native.lib.kf_counter_free(self._handle, error))

@@ -1,5 +1,6 @@
 """The C extension behind the package: loading it, and turning its errors into exceptions."""
 
+import ctypes
 import importlib
 import os
 from collections.abc import Sequence
@@ -77,6 +78,15 @@ class NativeEngine:
         pointer, self._pointer = self._pointer, None
         if pointer is not None:
             self.lib.kf_close(pointer)
+
+    def address_of(self, pointer: Any) -> int:  # noqa: ANN401 - a cdata pointer
+        """Return what a C pointer holds."""
+        return int(self.ffi.cast("uintptr_t", pointer))
+
+    def keeping_the_interpreter(self, name: str, *arguments: Any) -> Any:  # noqa: ANN401 - ctypes' types; a callable
+        """Return a C function without result, which may not block, to be called without giving up the interpreter."""
+        address = self.address_of(self.ffi.addressof(self.lib, name))
+        return ctypes.PYFUNCTYPE(None, *arguments)(address)
 
     def new_error(self) -> Any:  # noqa: ANN401 - a cdata pointer
         """Return a fresh kf_error for a call to fill."""

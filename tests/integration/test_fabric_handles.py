@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -166,3 +167,27 @@ def test_an_immediate_alone_counts_and_writes_nothing(pair) -> None:
             pair.sender.write_immediate(**{**where, **wrong})
     with pytest.raises(FabricError, match="cannot be written through"):
         pair.sender.write_immediate(**{**where, "remote": pair.region.descriptor})
+
+
+def test_a_bump_does_not_give_the_interpreter_away(pair) -> None:
+    """Another thread that waits for it would keep it up to 5 ms, after every layer."""
+    start, ran = threading.Lock(), threading.Event()
+    start.acquire()
+    interval = sys.getswitchinterval()
+
+    def other() -> None:
+        start.acquire()
+        ran.set()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    sys.setswitchinterval(1000)
+    try:
+        start.release()
+        for _ in range(1000):
+            pair.counter.bump()
+        kept = not ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+    thread.join()
+    assert kept

@@ -86,6 +86,7 @@ void kf_domain_close(kf_domain *d) {
   if (d->domain) (void)fi_close(&d->domain->fid);
   if (d->fabric) (void)fi_close(&d->fabric->fid);
   if (d->info) fi_freeinfo(d->info);
+  if (d->address_length && d->provider->over_sockets) kf_sockets_sweep(d);
 }
 
 /* All domains are of one provider. */

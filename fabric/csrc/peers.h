@@ -61,6 +61,7 @@ bool kf_path_usable(const kf_path *path);
 /* ---- sockets.c: the connections below them, over tcp and net ---- */
 int kf_sockets_abort(kf_domain *domain, const kf_address_bytes *peer);
 int kf_sockets_keep_alive(kf_domain *domain, uint64_t silence_ns);
+void kf_sockets_sweep(kf_domain *domain);
 
 /* ---- cuts.c ---- */
 void kf_cuts_add(kf_domain *domain, const kf_address_bytes *peer, int fd);

@@ -111,20 +111,37 @@ static bool cut_if_to(int fd, kf_domain *domain, const void *peer) {
 /* Cuts the domain's connections to a peer; libfabric sees them break, and ends their writes in errors. Returns how many. */
 int kf_sockets_abort(kf_domain *domain, const kf_address_bytes *peer) { return each_fd(cut_if_to, domain, peer); }
 
-static bool listens(int fd, const kf_domain *domain) {
+/* Whether this end of a socket is where the domain listens: that socket itself, and those of callers. */
+static bool is_at(int fd, const kf_domain *domain) {
   struct sockaddr_storage near;
-  socklen_t near_length = sizeof near, flag_length = sizeof(int);
-  int listening = 0;
-  if (getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &flag_length) || !listening) return false;
+  socklen_t near_length = sizeof near;
   if (getsockname(fd, (struct sockaddr *)&near, &near_length)) return false;
   const struct sockaddr *own = (const struct sockaddr *)domain->address;
   return same_host((struct sockaddr *)&near, own) && port_of((struct sockaddr *)&near) == port_of(own);
 }
 
+static bool listens(int fd, kf_domain *domain, const void *unused) {
+  (void)unused;
+  socklen_t flag_length = sizeof(int);
+  int listening = 0;
+  return getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listening, &flag_length) == 0 && listening && is_at(fd, domain);
+}
+
+static bool close_if_at(int fd, kf_domain *domain, const void *unused) {
+  (void)unused;
+  return is_at(fd, domain) && close(fd) == 0;
+}
+
+/* After the endpoint was closed. A caller who had not been answered by then has libfabric 1.17 (tcp) forget its socket:
+ * one of a thousand endpoints closed under callers left one. If somebody listens there, the port is another's by now. */
+void kf_sockets_sweep(kf_domain *domain) {
+  if (each_fd(listens, domain, NULL) == 0) (void)each_fd(close_if_at, domain, NULL);
+}
+
 /* Probes where nothing was said last, a limit to retransmissions where a confirmation was. */
 static bool keep_alive(int fd, kf_domain *domain, const void *silence_ms) {
   const int on = 1, most_ms = SILENCES * *(const int *)silence_ms, seconds = (*(const int *)silence_ms + 999) / 1000;
-  return listens(fd, domain) && setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0 &&
+  return listens(fd, domain, NULL) && setsockopt(fd, SOL_SOCKET, SO_KEEPALIVE, &on, sizeof on) == 0 &&
          setsockopt(fd, IPPROTO_TCP, TCP_KEEPIDLE, &seconds, sizeof seconds) == 0 &&
          setsockopt(fd, IPPROTO_TCP, TCP_KEEPINTVL, &seconds, sizeof seconds) == 0 &&
          setsockopt(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, &most_ms, sizeof most_ms) == 0;

@@ -4,6 +4,7 @@ import resource
 import socket
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import fabric_rig as rig
@@ -67,3 +68,20 @@ def test_a_receiver_without_descriptors_turns_callers_away_until_it_has_some() -
         schedule(sender, region, other.descriptor, np.arange(1))
         assert rig.end_of(sender).kind is EventKind.DONE
         assert other.ask("wait 15") == ["ARRIVED"]
+
+
+@pytest.mark.parametrize("provider", ["tcp", "net"])
+def test_callers_whom_nobody_has_answered_are_hung_up_on_at_the_end(provider) -> None:
+    """libfabric forgets their sockets: a stranger's, and that of a peer who called at the last moment."""
+    with TransferEngine(provider, incarnation=0):
+        pass
+    before, callers = rig.Held(), []
+    for _ in range(5):
+        with TransferEngine(provider, incarnation=1, bind="127.0.0.1") as engine:
+            port = int.from_bytes(bytes.fromhex(engine.addresses[0])[2:4], "big")
+            callers.append(socket.create_connection(("127.0.0.1", port)))
+    for caller in callers:
+        caller.settimeout(30)
+        with caller, suppress(ConnectionResetError):
+            assert caller.recv(1) == b""
+    assert before.left_over() == rig.NOTHING

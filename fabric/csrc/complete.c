@@ -47,9 +47,12 @@ static void complete_failed(kf_engine *engine, kf_write *write, int error, int p
   kf_transfer *transfer = write->transfer;
   char text[KF_TEXT], way[KF_WAY];
   const char *cut = write->path->cut;
+  const kf_domain *domain = write->path->domain;
   bool same_way = write->path == transfer->path; /* what is not sealed went this way */
   kf_path_name(transfer, write->path, way, sizeof way);
   kf_path_failed(engine, write->path);
+  if (error == FI_ECANCELED && domain->provider->over_sockets)
+    kf_peers_broken(engine, domain, &transfer->plan.peer->addresses[write->path->remote]);
   retire(engine, write, kf_now());
   if (same_way) kf_transfer_lose(transfer);
   if (error == FI_ECANCELED) { /* the provider flushed it with its connection */

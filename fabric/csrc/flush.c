@@ -30,13 +30,6 @@ static ssize_t post_first_byte(const kf_transfer *t, const kf_path *path, kf_wri
   return fi_writemsg(path->domain->ep, &message, FI_COMPLETION | FI_DELIVERY_COMPLETE);
 }
 
-/* It takes nothing though nothing is in flight and there is room: it has no connection any more. A new one would confirm
- * what the old one has lost. */
-static bool connection_lost(const kf_path *path) {
-  const kf_domain *domain = path->domain;
-  return domain->provider->over_sockets && path->in_flight == 0 && domain->in_flight < domain->info->tx_attr->size;
-}
-
 static void give_up(kf_engine *engine, kf_transfer *t, kf_path *path, int error) {
   kf_path_cut(engine, path, t->plan.peer, "the receiver takes nothing"); /* what a socket still holds is not to land either */
   kf_transfer_lose(t);
@@ -53,7 +46,8 @@ bool kf_flush(kf_engine *engine, kf_transfer *t) {
     kf_post_take_off(engine, t, path, write, 0, true);
     return true;
   }
-  bool lost = rc == -FI_EAGAIN && connection_lost(path);
+  /* A new connection would confirm what the old one has lost. */
+  bool lost = rc == -FI_EAGAIN && kf_path_unconnected(path);
   if (rc == -FI_EAGAIN && !lost && !kf_post_stalled_too_long(engine, t)) return false;
   give_up(engine, t, path, lost ? ECONNRESET : rc == -FI_EAGAIN ? FI_ETIMEDOUT : (int)-rc);
   return true;

@@ -58,6 +58,12 @@ void kf_path_refused(kf_engine *engine, kf_path *path) {
   if (now - path->refused_since_ns > engine->options.stall_ns) kf_path_failed(engine, path);
 }
 
+/* It took nothing though nothing is in flight and there is room: it has no connection any more, or none yet. */
+bool kf_path_unconnected(const kf_path *path) {
+  const kf_domain *domain = path->domain;
+  return domain->provider->over_sockets && path->in_flight == 0 && domain->in_flight < domain->info->tx_attr->size;
+}
+
 bool kf_path_rests(const kf_path *path) { return path->refused_ns != 0 && kf_now() - path->refused_ns < REFUSAL_NS; }
 
 /* What is on trial carries one turn at a time. */

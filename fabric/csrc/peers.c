@@ -148,17 +148,22 @@ static bool has_address(const kf_peer *peer, const kf_address_bytes *addresses, 
   return false;
 }
 
-static void mark_cut(kf_peer *peer, const kf_domain *domain, const kf_address_bytes *address) {
+static void mark_broken(kf_peer *peer, const kf_domain *domain, const kf_address_bytes *address) {
   for (uint32_t i = 0; i < peer->path_count; i++)
     if (peer->paths[i].domain == domain && kf_same_address(&peer->addresses[peer->paths[i].remote], address))
       peer->paths[i].breaks++;
+}
+
+/* The connection to an address is gone: who has written over it and has no seal will not get one by the next. */
+void kf_peers_broken(kf_engine *engine, const kf_domain *domain, const kf_address_bytes *address) {
+  for (kf_peer *peer = engine->peers; peer; peer = peer->next) mark_broken(peer, domain, address);
 }
 
 /* Cuts the connection to an address, over sockets: what was posted, and is not known to have landed, cannot land any more. */
 void kf_peers_cut(kf_engine *engine, kf_domain *domain, const kf_address_bytes *address) {
   if (!domain->provider->over_sockets) return;
   if (kf_sockets_abort(domain, address) < 0) kf_add(&engine->errors, 1);
-  for (kf_peer *peer = engine->peers; peer; peer = peer->next) mark_cut(peer, domain, address);
+  kf_peers_broken(engine, domain, address);
 }
 
 static void cut_all(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains) {

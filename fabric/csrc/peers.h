@@ -15,7 +15,7 @@ typedef struct {
   uint64_t carried_bytes;
   uint64_t progress_ns;      /* last completion, or post into silence */
   const char *cut;           /* why we have cut it under its writes in flight; NULL: we have not */
-  uint32_t breaks;           /* how often its connection was cut: what was not sealed by then never will be */
+  uint32_t breaks;           /* grows with the loss of its connection: what was not sealed by then never will be */
   uint64_t refused_ns;       /* when it last took no write; 0: it took the last one */
   uint64_t refused_since_ns; /* the first such time with nothing in flight */
 } kf_path;
@@ -40,6 +40,7 @@ bool kf_same_address(const kf_address_bytes *a, const kf_address_bytes *b);
 kf_peer *kf_peers_insert(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat,
                          kf_error *error);
 int kf_peers_drop(kf_engine *engine, kf_peer *peer, kf_error *error);
+void kf_peers_broken(kf_engine *engine, const kf_domain *domain, const kf_address_bytes *address);
 void kf_peers_cut(kf_engine *engine, kf_domain *domain, const kf_address_bytes *address);
 void kf_peers_forget(kf_engine *engine, const kf_address_bytes *addresses, uint32_t domains, const char *seat);
 void kf_peers_close(kf_engine *engine);
@@ -55,6 +56,7 @@ void kf_path_failed(kf_engine *engine, kf_path *path);
 void kf_path_completed(kf_path *path, uint64_t now);
 void kf_path_cut(kf_engine *engine, kf_path *path, const kf_peer *peer, const char *why);
 void kf_path_refused(kf_engine *engine, kf_path *path);
+bool kf_path_unconnected(const kf_path *path);
 bool kf_path_rests(const kf_path *path);
 bool kf_path_usable(const kf_path *path);
 

@@ -163,6 +163,7 @@ static bool post_turn(kf_engine *engine, kf_transfer *t, bool hurry) {
     ssize_t rc = post_with_faults(engine, t, path, &b, write, seal);
     if (rc == -FI_EAGAIN) {
       kf_path_refused(engine, path);
+      if (kf_path_unconnected(path)) kf_transfers_cut_off(engine, path, t->plan.peer);
       if (kf_post_stalled_too_long(engine, t)) fail(engine, t, path, FI_ETIMEDOUT);
       break;
     }

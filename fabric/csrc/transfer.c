@@ -102,6 +102,17 @@ void kf_transfer_lose(kf_transfer *transfer) {
   transfer->unsealed = 0;
 }
 
+/* A path has no connection: whoever wrote over it and has no seal must not get one by the next. Cut, to be sure of it. */
+void kf_transfers_cut_off(kf_engine *engine, const kf_path *path, const kf_peer *peer) {
+  const kf_address_bytes *address = &peer->addresses[path->remote];
+  for (const kf_transfer *t = engine->active.next; t != &engine->active; t = t->next) {
+    if (!t->unsealed || t->path->domain != path->domain || kf_transfer_is_cut_off(t)) continue;
+    if (!kf_same_address(&t->plan.peer->addresses[t->path->remote], address)) continue;
+    kf_peers_cut(engine, path->domain, address);
+    return;
+  }
+}
+
 /* Its connection was cut under writes that were not sealed: the next connection would confirm its own alone. */
 bool kf_transfer_is_cut_off(const kf_transfer *transfer) {
   return transfer->unsealed && transfer->breaks != transfer->path->breaks;

@@ -46,6 +46,7 @@ void kf_transfer_move(kf_transfer *transfer, kf_state to);
 void kf_transfer_begin(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_stop(kf_engine *engine, kf_transfer *transfer, kf_state end, int error, const char *what);
 void kf_transfer_lose(kf_transfer *transfer);
+void kf_transfers_cut_off(kf_engine *engine, const kf_path *path, const kf_peer *peer);
 bool kf_transfer_is_cut_off(const kf_transfer *transfer);
 bool kf_transfer_end_cut_off(kf_engine *engine, kf_transfer *transfer);
 void kf_transfer_settle(kf_engine *engine, kf_transfer *transfer);

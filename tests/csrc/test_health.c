@@ -11,7 +11,8 @@
 enum { PATHS = 2 };
 
 static const kf_provider provider = {.name = "test"};
-static kf_engine engine = {.options = {.silence_ns = SILENCE, .window = 8, .window_bytes = 4096}, .domain_count = PATHS};
+static kf_engine engine = {.options = {.silence_ns = SILENCE, .window = 8, .window_bytes = 4096, .max_write_bytes = 4096},
+                           .domain_count = PATHS, .gather = 1};
 static kf_path paths[PATHS];
 static kf_peer peer = {.users = 1, .domains = 1, .path_count = PATHS, .paths = paths};
 static char memory[4096];
@@ -109,10 +110,94 @@ static void an_error_on_one_path_says_nothing_of_another(void) {
   CHECK(strstr(t->node.event.text, "connection cut with writes in flight: the receiver takes nothing"));
 }
 
+static ssize_t taken; /* what the endpoint says of the next write */
+
+static ssize_t write_message(struct fid_ep *ep, const struct fi_msg_rma *message, uint64_t flags) {
+  (void)ep, (void)message, (void)flags;
+  return taken;
+}
+
+static struct fi_ops_rma write_calls = {.size = sizeof write_calls, .writemsg = write_message};
+static struct fid_ep endpoint = {.rma = &write_calls};
+static struct fi_tx_attr room = {.size = 8};
+static struct fi_info info = {.tx_attr = &room};
+static const kf_provider sockets = {.name = "test", .over_sockets = true};
+
+/* Sends over sockets, and over path 0 alone. */
+static void over_sockets(void) {
+  peer.path_count = 1;
+  paths[0] = (kf_path){.domain = &engine.domains[0]};
+  engine.domains[0].provider = &sockets;
+  engine.domains[0].ordered = true;
+  engine.domains[0].info = &info;
+  engine.domains[0].ep = &endpoint;
+  atomic_store(&engine.domains[0].in_flight, 0);
+  for (int i = 0; i < PATHS; i++) {
+    write_of[i] = (kf_write){.next = engine.free_writes};
+    engine.free_writes = &write_of[i];
+  }
+}
+
+/* One whose last turn was cut short: its writes have left, and none of them was sealed. */
+static kf_transfer *cut_short(const kf_run *run) {
+  kf_transfer *t = posting(run);
+  t->layers_seen = 2;
+  t->path = &paths[0];
+  t->unsealed = 1;
+  t->breaks = paths[0].breaks;
+  return t;
+}
+
+static void drop(kf_transfer *t) {
+  kf_transfer_lose(t);
+  t->in_flight = 0;
+  kf_transfer_stop(&engine, t, KF_END_CANCELLED, 0, "");
+  CHECK(t->ended);
+}
+
+static bool fails_unconfirmed(kf_transfer *t) {
+  bool moved = kf_post_turn(&engine, t);
+  return moved && t->state == KF_END_FAILED && strstr(t->node.event.text, "before all writes were confirmed");
+}
+
+/* Whoever meets the loss first brings the next connection about, which would confirm what that one took with it. */
+static void a_lost_connection_takes_with_it_what_has_no_seal(void) {
+  const kf_run run = {0, 0, 1};
+  over_sockets();
+  kf_transfer *t = cut_short(&run), *other = cut_short(&run);
+  other->unsealed = 0;
+  taken = -FI_EAGAIN;
+  CHECK(!kf_post_turn(&engine, other));
+  taken = 0;
+  CHECK(fails_unconfirmed(t));
+  CHECK(kf_post_turn(&engine, other) && other->in_flight);
+  t = cut_short(&run);
+  for (int i = 0; i < PATHS; i++) { /* the two of `other`, a layer each */
+    broken = &write_of[i];
+    CHECK(kf_complete_round(&engine));
+  }
+  CHECK(other->ended && fails_unconfirmed(t));
+}
+
+/* It has no room: what is in flight on the path says that it is connected. */
+static void a_full_queue_takes_nothing_with_it(void) {
+  const kf_run run = {0, 0, 1};
+  over_sockets();
+  kf_transfer *t = cut_short(&run);
+  paths[0].in_flight = 1;
+  taken = -FI_EAGAIN;
+  CHECK(!kf_post_turn(&engine, t));
+  taken = 0;
+  CHECK(kf_post_turn(&engine, t) && t->state != KF_END_FAILED && t->unsealed == 0);
+  drop(t);
+}
+
 int main(void) {
   open_engine();
   silence_is_what_was_listened_to();
   an_error_on_one_path_says_nothing_of_another();
+  a_lost_connection_takes_with_it_what_has_no_seal();
+  a_full_queue_takes_nothing_with_it();
   kf_registry_close(&engine.registry);
   kf_events_close(&engine.events);
   return 0;

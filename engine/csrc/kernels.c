@@ -47,25 +47,27 @@ typedef struct {
   int64_t rows, outputs, inputs;
 } Product;
 
-/* Outputs [first, first + n). */
-static void piece(const Product *p, int64_t first, int64_t n) {
+void kv_score_part(const uint16_t *w, const void *x, float *y, int64_t rows, int64_t outputs, int64_t inputs,
+                   int64_t first, int64_t end) {
+  const int64_t size = inputs * (int64_t)(level->spread ? sizeof(float) : sizeof(uint16_t));
   uint16_t some[MOST_SCORED][OUTPUTS];
-  if (p->y) {
-    level->few_rows(p->w, p->x, p->y, p->rows, p->outputs, p->inputs, first, first + n);
-    return;
-  }
-  for (int64_t r = 0; r < p->rows; r += MOST_SCORED) {
-    int64_t rows = p->rows - r < MOST_SCORED ? p->rows - r : MOST_SCORED;
-    const char *x = (const char *)p->x + r * p->inputs * (int64_t)(level->spread ? sizeof(float) : sizeof(uint16_t));
-    level->few_rows(p->w + first * p->inputs, x, some[0], rows, n, p->inputs, 0, n);
-    for (int64_t i = 0; i < rows; i++) level->widen(some[0] + i * n, p->wide + (r + i) * p->outputs + first, n);
-  }
+  for (int64_t o = first; o < end; o += OUTPUTS)
+    for (int64_t r = 0; r < rows; r += MOST_SCORED) {
+      const int64_t n = end - o < OUTPUTS ? end - o : OUTPUTS, some_rows = rows - r < MOST_SCORED ? rows - r : MOST_SCORED;
+      level->few_rows(w + o * inputs, (const char *)x + r * size, some[0], some_rows, n, inputs, 0, n);
+      for (int64_t i = 0; i < some_rows; i++) level->widen(some[0] + i * n, y + (r + i) * outputs + o, n);
+    }
 }
 
 static void dealt(const Product *p) {
 #pragma omp parallel for schedule(guided)
-  for (int64_t first = 0; first < p->outputs; first += OUTPUTS)
-    piece(p, first, p->outputs - first < OUTPUTS ? p->outputs - first : OUTPUTS);
+  for (int64_t first = 0; first < p->outputs; first += OUTPUTS) {
+    int64_t end = p->outputs - first < OUTPUTS ? p->outputs : first + OUTPUTS;
+    if (p->y)
+      level->few_rows(p->w, p->x, p->y, p->rows, p->outputs, p->inputs, first, end);
+    else
+      kv_score_part(p->w, p->x, p->wide, p->rows, p->outputs, p->inputs, first, end);
+  }
 }
 
 static int multiply(Product p, const uint16_t *x) {

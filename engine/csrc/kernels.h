@@ -63,10 +63,12 @@ typedef struct {
   const uint16_t *output, *mlp_norm, *gate_up, *down;
 } KvDense;
 
-/* Layers of the same sizes. */
+/* Layers of the same sizes, and what is before and behind them. */
 typedef struct {
   const KvDense *layers;
-  int64_t hidden, heads, kv_heads, head_dim;
+  const uint16_t *embedding, *norm, *head; /* [vocabulary][hidden], but for the last norm */
+  const uint16_t *cos, *sin;               /* as in kv_rotate, of every position */
+  int64_t vocabulary, hidden, heads, kv_heads, head_dim;
   int64_t between; /* elements between the two halves of the MLP */
   float eps, scale;
 } KvStack;
@@ -75,8 +77,10 @@ typedef struct {
 typedef struct {
   uint16_t *x; /* [rows][hidden], the residual stream */
   int64_t rows;
-  const uint16_t *cos, *sin; /* as in kv_rotate */
-  uint16_t *pool;            /* pages of layer 0; the next layer's are layer_stride elements on */
+  const int64_t *tokens; /* whose embeddings x is first, or NULL where it holds something already */
+  float *logits;         /* [rows][vocabulary], of x behind the last norm, or NULL where nobody wants them */
+  const int64_t *positions;
+  uint16_t *pool; /* pages of layer 0; the next layer's are layer_stride elements on */
   int64_t layer_stride, page_size;
   const int64_t *slots, *tables, *lens; /* as in kv_append and kv_attend_rows */
   int64_t width;
@@ -85,7 +89,7 @@ typedef struct {
 } KvStep;
 
 /* Runs halves [first, end) of the layers: 2 l is the attention of layer l, 2 l + 1 its MLP, each on the norm of x and added
- * to x. Feed-forwards alone need no more of a step than x and rows. Returns 0, or -1 without memory. */
+ * to x. Feed-forwards alone need no more of a step than x, rows, tokens and logits. Returns 0, or -1 without memory. */
 int kv_run_layers(const KvStack *stack, const KvStep *step, int64_t first, int64_t end);
 
 /* Bytes of the work space that kv_attend_chunk needs for `len` tokens. */

@@ -10,7 +10,7 @@
 
 #if defined(__x86_64__)
 
-#define GRAIN 48     /* elements between the halves of the MLP that a thread takes at a time: whole tiles, and vectors */
+#define GRAIN 48     /* elements between the halves of the MLP, or tokens, at a time: whole tiles, and vectors */
 #define ONCE 4       /* rows that weights are read once for; for more they are read again, out of the cache */
 #define TILE 32768   /* bytes of weights that are multiplied at a time then */
 #define OUTPUTS 12   /* whole tiles of registers */
@@ -92,7 +92,8 @@ static void place_head(const Work *w, int64_t r, int64_t h) {
   }
   const uint16_t *weights = w->layer->head_norm;
   if (weights) w->level->rms_norm(head, h < s->heads ? weights : weights + dim, head, dim, s->eps);
-  w->level->rotate(head, step->cos + r * dim, step->sin + r * dim, to, dim);
+  const int64_t at = step->positions[r] * dim;
+  w->level->rotate(head, s->cos + at, s->sin + at, to, dim);
 }
 
 static void make_heads(const Work *w) {
@@ -155,6 +156,16 @@ static void feed_forward(const Work *w) {
   project(w, w->layer->down, w->stack->between);
 }
 
+static void score(const Work *w) {
+  const KvStack *s = w->stack;
+  const int64_t rows = w->step->rows;
+  const void *x = w->level->spread ? (const void *)w->normal.spread : w->normal.narrow;
+  norm(w, s->norm);
+  for (int64_t i, last; kv_take(w->team, (s->vocabulary + GRAIN - 1) / GRAIN, &i, &last);)
+    kv_score_part(s->head, x, w->step->logits, rows, s->vocabulary, s->hidden, i * GRAIN,
+                  least(last * GRAIN, s->vocabulary));
+}
+
 static void run_halves(Work w, int64_t first, int64_t end) {
   for (int64_t half = first; half < end; half++) {
     w.layer = w.stack->layers + half / 2;
@@ -164,6 +175,13 @@ static void run_halves(Work w, int64_t first, int64_t end) {
     else
       attention(&w);
   }
+  if (w.step->logits) score(&w);
+}
+
+static void embed(const KvStack *stack, const KvStep *step) {
+  const size_t size = (size_t)stack->hidden * sizeof(*step->x);
+  for (int64_t r = 0; r < step->rows; r++)
+    memcpy(step->x + r * stack->hidden, stack->embedding + step->tokens[r] * stack->hidden, size);
 }
 
 /* Elements of bfloat16 in whole cache lines, so that no two threads write to one. */
@@ -181,6 +199,7 @@ int kv_run_layers(const KvStack *s, const KvStep *step, int64_t first, int64_t e
   const int64_t out = padded(rows * largest(s->hidden, 2 * s->between)), each = sizeof(float) + sizeof(uint16_t);
   char *memory = malloc((size_t)((threads * normal + inner) * each + (heads + q + out) * (int64_t)sizeof(uint16_t)));
   if (!memory) return -1;
+  if (step->tokens) embed(s, step);
   KvTeam team = {0};
   Work work = {.team = &team, .level = kv_used_level(), .stack = s, .step = step};
   work.pages = (KvLayer){NULL, s->kv_heads, step->page_size, s->head_dim, s->heads / s->kv_heads, s->scale};

@@ -41,6 +41,10 @@ typedef struct {
 
 extern const KvLevel kv_avx2, kv_avx512;
 
+/* Outputs [first, end) of kv_score, x as few_rows wants it. */
+void kv_score_part(const uint16_t *w, const void *x, float *y, int64_t rows, int64_t outputs, int64_t inputs,
+                   int64_t first, int64_t end);
+
 /* What kv_level has chosen. */
 const KvLevel *kv_used_level(void);
 

@@ -31,18 +31,33 @@ class Shape(NamedTuple):
     eps: float
 
 
+class Ends(NamedTuple):
+    """What is before and behind the layers, in bfloat16."""
+
+    embedding: torch.Tensor
+    """[vocabulary, E]."""
+    norm: torch.Tensor
+    head: torch.Tensor
+    """[vocabulary, E]; may be the embedding."""
+    cos: torch.Tensor
+    """Of every position, [positions, D]; sines are signed, as for `rotate`."""
+    sin: torch.Tensor
+
+
 class KernelLayers:
     """Layers of the same sizes."""
 
-    def __init__(self, kernels: Kernels, layers: Sequence[Dense], shape: Shape) -> None:
+    def __init__(self, kernels: Kernels, layers: Sequence[Dense], shape: Shape, ends: Ends) -> None:
         self._kernels = kernels
-        self._weights = layers  # C has addresses alone
+        self._weights, self._ends = layers, ends  # C has addresses alone
         self._dense = kernels.new("KvDense[]", [[kernels.at(weight) for weight in layer] for layer in layers])
         hidden, between = layers[0].down.shape
         self._stack = kernels.new(
             "KvStack *",
-            {
+            {name: kernels.at(weight) for name, weight in ends._asdict().items()}
+            | {
                 "layers": self._dense,
+                "vocabulary": len(ends.head),
                 "hidden": hidden,
                 "heads": shape.heads,
                 "kv_heads": shape.kv_heads,
@@ -53,20 +68,29 @@ class KernelLayers:
             },
         )
 
-    def run(
-        self,
-        x: torch.Tensor,
-        first: int,
-        end: int,
-        *,
-        turn: tuple[torch.Tensor, torch.Tensor] | None = None,
-        plan: KernelPlan | None = None,
-    ) -> None:
-        """Run halves [first, end) of the layers on x [T, E], dense, in place.
+    def score(self, tokens: torch.Tensor, halves: int, positions: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """Run all `halves` of the layers on the embeddings of tokens [T]; returns logits, float32 [T, vocabulary]."""
+        vocabulary, size = self._ends.head.shape
+        x = torch.empty((len(tokens), size), dtype=torch.bfloat16)
+        logits = torch.empty((len(tokens), vocabulary), dtype=torch.float32)
+        ends = {"tokens": self._kernels.ints(tokens), "logits": self._kernels.floats(logits)}
+        self._run(x, 0, halves, ends | self._attention(positions, plan))
+        return logits
 
-        Half 2 l is the attention of layer l, 2 l + 1 its MLP. Attention wants `turn` and `plan`.
+    def attend(self, x: torch.Tensor, halves: int, positions: torch.Tensor, plan: KernelPlan) -> None:
+        """Run the first `halves` of the layers on x [T, E], dense, in place.
+
+        Half 2 l is the attention of layer l, 2 l + 1 its MLP.
         """
-        step: dict[str, Any] = {"x": self._kernels.at(x), "rows": len(x)}
-        if plan is not None and turn is not None:
-            step |= {"cos": self._kernels.at(turn[0]), "sin": self._kernels.at(turn[1])} | plan.step()
+        self._run(x, 0, halves, self._attention(positions, plan))
+
+    def feed_forward(self, x: torch.Tensor, layer: int) -> None:
+        """Run the MLP of a layer on x [T, E], dense, in place."""
+        self._run(x, 2 * layer + 1, 2 * layer + 2, {})
+
+    def _attention(self, positions: torch.Tensor, plan: KernelPlan) -> dict[str, Any]:
+        return {"positions": self._kernels.ints(positions)} | plan.step()
+
+    def _run(self, x: torch.Tensor, first: int, end: int, more: dict[str, Any]) -> None:
+        step = {"x": self._kernels.at(x), "rows": len(x)} | more
         self._kernels.run_layers(self._stack, self._kernels.new("KvStep *", step), first, end)

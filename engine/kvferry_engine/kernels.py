@@ -59,9 +59,7 @@ class Kernels:
         x = x.contiguous()
         (rows, inputs), outputs = x.shape, len(weight)
         y = torch.empty((rows, outputs), dtype=torch.float32)
-        if self._lib.kv_score(
-            self.at(weight), self.at(x), self._cast(self._floats, y.data_ptr()), rows, outputs, inputs
-        ):
+        if self._lib.kv_score(self.at(weight), self.at(x), self.floats(y), rows, outputs, inputs):
             raise MemoryError
         return y
 
@@ -151,6 +149,10 @@ class Kernels:
     def at(self, tensor: torch.Tensor | None) -> Any:  # noqa: ANN401 - a cffi pointer
         """Address of a tensor in bfloat16, which the caller keeps."""
         return self._cast(self._bf16, 0 if tensor is None else tensor.data_ptr())
+
+    def floats(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401
+        """Address of a tensor of float32, which the caller keeps."""
+        return self._cast(self._floats, tensor.data_ptr())
 
     def ints(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401
         """Address of a tensor of int64, which the caller keeps."""

@@ -22,7 +22,7 @@ FEW_TOKENS = 17
 class _Rows:
     """Tokens that attend one by one."""
 
-    rows: torch.Tensor | slice
+    rows: torch.Tensor
     """Which among the batch's T."""
     tables: torch.Tensor
     """Pages of each one's sequence, int64 [rows, most pages]."""
@@ -48,7 +48,7 @@ class KernelPlan:
         self._slots = torch.from_numpy(batch.slot_pages * batch.page_size + batch.slot_offsets)
         self._opened = torch.from_numpy(batch.opened_pages)
         chunked = batch.q_lens > FEW_TOKENS
-        self._few = _plan_rows(batch, np.flatnonzero(~chunked))
+        self._few = _plan_rows(batch, np.flatnonzero(~chunked[batch.owners]))
         self._chunks = [_plan_chunk(batch, int(index)) for index in np.flatnonzero(chunked)]
         self._work: torch.Tensor | None = None
 
@@ -105,17 +105,12 @@ class KernelPlan:
         return self._kernels.attend_chunk(pages, q, chunk.table, chunk.start, self._work)
 
 
-def _plan_rows(batch: ForwardBatch, members: Ints) -> _Rows | None:
-    if not len(members):
+def _plan_rows(batch: ForwardBatch, rows: Ints) -> _Rows | None:
+    if not len(rows):
         return None
-    owner = np.repeat(members, batch.q_lens[members])
-    first = np.cumsum(batch.q_lens[members]) - batch.q_lens[members]
-    within = np.arange(len(owner)) - np.repeat(first, batch.q_lens[members])
-    return _Rows(
-        rows=torch.from_numpy(batch.q_starts[owner] + within),
-        tables=torch.from_numpy(np.ascontiguousarray(batch.page_table[owner])),
-        lens=torch.from_numpy(batch.kv_lens[owner] - batch.q_lens[owner] + within + 1),
-    )
+    among = torch.from_numpy(rows)
+    tables = torch.from_numpy(batch.page_table[batch.owners[rows]])
+    return _Rows(among, tables, lens=batch.positions[among] + 1)
 
 
 def _plan_chunk(batch: ForwardBatch, member: int) -> _Chunk:

@@ -65,8 +65,7 @@ class Model(ABC):
         self.check(batch, pool)
         rows = batch.logit_rows if logits and batch.wants_logits else None
         with torch.inference_mode():
-            hidden = self._forward(batch, pool, on_layer or ignore, rows)
-            return None if hidden is None else self.score(hidden)
+            return self._logits(batch, pool, on_layer or ignore, rows)
 
     def hidden_states(
         self, batch: ForwardBatch, pool: KVPool, rows: torch.Tensor, on_layer: OnLayer | None = None
@@ -95,6 +94,13 @@ class Model(ABC):
         """
         msg = "this model has no drafting layer"
         raise ValueError(msg)
+
+    def _logits(
+        self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, rows: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """Logits after `rows`; None where `rows` is, and on all ranks but the first."""
+        hidden = self._forward(batch, pool, on_layer, rows)
+        return None if hidden is None else self.score(hidden)
 
     @abstractmethod
     def _forward(

@@ -9,6 +9,7 @@ from kvferry_engine.attention import AttentionBackend
 from kvferry_engine.batch import ForwardBatch
 from kvferry_engine.config import ModelConfig
 from kvferry_engine.errors import ModelError
+from kvferry_engine.kernel_layers import Ends
 from kvferry_engine.kv_pool import KVPool
 from kvferry_engine.models.base import Model, OnLayer, ignore
 from kvferry_engine.models.dense_stack import DenseStack
@@ -37,11 +38,12 @@ class DecoderModel(Model):
         parameters = self.parameters
         self.embedding = Embedding(parameters, "model.embed_tokens.weight", config)
         self.layers = [self.build_layer(index, f"model.layers.{index}") for index in range(config.layers)]
-        self._stack = DenseStack.of(self.layers, config)
         self.norm = parameters.norm("model.norm", config.hidden_size, config.rms_norm_eps)
         head = self.embedding if config.tie_word_embeddings else Embedding(parameters, "lm_head.weight", config)
         self.head = Head(head)
-        self.rope = Rope(config.rope, config.rope_dim, config.max_positions, device)
+        self.rope = Rope(config.rope, config.rope_dim, config.max_positions, dtype, device)
+        ends = Ends(self.embedding.table, self.norm.weight, self.head.table, self.rope.cos, self.rope.sin)
+        self._stack = DenseStack.of(self.layers, ends, config)
 
     @abstractmethod
     def build_layer(self, index: int, prefix: str) -> DecoderLayer:
@@ -56,6 +58,16 @@ class DecoderModel(Model):
         """Plan a step's attention."""
         return self.attention.plan(batch, pool)
 
+    def _logits(
+        self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, rows: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        stack, every = self._stack, rows is not None and len(rows) == batch.token_count
+        if stack is not None and on_layer is ignore and every and stack.few(batch.token_count):
+            plan = self.plan(batch, pool)
+            if stack.attends(plan):
+                return stack.score(batch.tokens, batch.positions, plan)
+        return super()._logits(batch, pool, on_layer, rows)
+
     def _forward(
         self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer, rows: torch.Tensor | None
     ) -> torch.Tensor | None:
@@ -66,11 +78,12 @@ class DecoderModel(Model):
     def _attend(self, batch: ForwardBatch, pool: KVPool, on_layer: OnLayer) -> torch.Tensor:
         """Run all but the last layer's feed-forward; returns x [T, E]."""
         plan = self.plan(batch, pool)
-        turn = self.rope.at(batch.positions, self.dtype)
         x = self.embedding(batch.tokens)  # [T, E]
-        if self._stack is not None and on_layer is ignore and self._stack.takes(x, plan):
-            self._stack.attend(x, turn, plan)
+        stack = self._stack
+        if stack is not None and on_layer is ignore and stack.few(len(x)) and stack.attends(plan):
+            stack.attend(x, batch.positions, plan)
             return x
+        turn = self.rope.at(batch.positions)
         for index, layer in enumerate(self.layers):
             x = layer.attend(index, x, turn, plan)
             on_layer(index)
@@ -80,7 +93,7 @@ class DecoderModel(Model):
 
     def _finish(self, x: torch.Tensor) -> torch.Tensor:
         """Last feed-forward and final norm of rows of x [rows, E], which are the caller's no more."""
-        if self._stack is None or not self._stack.finishes(x):
+        if self._stack is None or not self._stack.few(len(x)):
             return self.norm(self.layers[-1].feed_forward(x))
         self._stack.finish(x)
         return self.norm(x)

@@ -74,7 +74,7 @@ class DeepseekV3(DecoderModel):
 
     def _at(self, batch: ForwardBatch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Embeddings of a batch's tokens, [T, E], and the turn of its positions."""
-        return self.embedding(batch.tokens), self.rope.at(batch.positions, self.dtype)
+        return self.embedding(batch.tokens), self.rope.at(batch.positions)
 
     def _check_draft(self, batch: ForwardBatch, hidden: torch.Tensor, pool: KVPool) -> DraftLayer:
         if self.drafter is None:

@@ -5,16 +5,16 @@ The numbers are those of the layers themselves, to the bit.
 """
 
 from collections.abc import Sequence
+from typing import TypeGuard
 
 import torch
 
 from kvferry_engine.attention.kernel_cpu import KernelPlan
 from kvferry_engine.config import ModelConfig
-from kvferry_engine.kernel_layers import Dense, KernelLayers, Shape
+from kvferry_engine.kernel_layers import Dense, Ends, KernelLayers, Shape
 from kvferry_engine.kernels import kernels_for
 from kvferry_engine.models.layers import DecoderLayer, GatedMlp, GroupedQueryAttention
 from kvferry_engine.models.linear import Linear, most_rows
-from kvferry_engine.models.rope import Turn
 
 
 class DenseStack:
@@ -22,13 +22,12 @@ class DenseStack:
 
     def __init__(self, layers: KernelLayers, count: int, rows: int) -> None:
         self._layers = layers
+        self._count = count
         self._most = rows
-        self._last = 2 * count - 1
-        """Half of a layer that is the last feed-forward."""
 
     @classmethod
-    def of(cls, layers: Sequence[DecoderLayer], config: ModelConfig) -> "DenseStack | None":
-        """Return `layers` as one, or None where there are no kernels for them."""
+    def of(cls, layers: Sequence[DecoderLayer], ends: Ends, config: ModelConfig) -> "DenseStack | None":
+        """Return `layers` and `ends` as one, or None where there are no kernels for them."""
         found = [_dense(layer) for layer in layers]
         dense = [each for each in found if each is not None]
         first = layers[0].attention
@@ -39,23 +38,27 @@ class DenseStack:
         if kernels is None:
             return None
         shape = Shape(first.heads, first.kv_heads, first.head_dim, config.rms_norm_eps)
-        return cls(KernelLayers(kernels, dense, shape), len(layers), most_rows(kernels))
+        return cls(KernelLayers(kernels, dense, shape, ends), len(layers), most_rows(kernels))
 
-    def takes(self, x: torch.Tensor, plan: object) -> bool:
-        """Whether a step is one for `attend`: few rows, each of which attends by itself."""
-        return self.finishes(x) and isinstance(plan, KernelPlan) and plan.by_rows
+    def few(self, rows: int) -> bool:
+        """Whether rows are few enough for what follows."""
+        return rows <= self._most
 
-    def finishes(self, x: torch.Tensor) -> bool:
-        """Whether rows are few enough for `finish`."""
-        return len(x) <= self._most
+    def attends(self, plan: object) -> TypeGuard[KernelPlan]:
+        """Whether each token of a step attends by itself."""
+        return isinstance(plan, KernelPlan) and plan.by_rows
 
-    def attend(self, x: torch.Tensor, turn: Turn, plan: KernelPlan) -> None:
+    def score(self, tokens: torch.Tensor, positions: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """Run all, from the embeddings of tokens [T] to their logits, float32 [T, vocabulary]."""
+        return self._layers.score(tokens, 2 * self._count, positions, plan)
+
+    def attend(self, x: torch.Tensor, positions: torch.Tensor, plan: KernelPlan) -> None:
         """Run all but the last feed-forward on x [T, E], in place."""
-        self._layers.run(x, 0, self._last, turn=turn, plan=plan)
+        self._layers.attend(x, 2 * self._count - 1, positions, plan)
 
     def finish(self, x: torch.Tensor) -> None:
         """Run the last feed-forward on rows of x [rows, E], in place."""
-        self._layers.run(x, self._last, self._last + 1)
+        self._layers.feed_forward(x, self._count - 1)
 
 
 def _dense(layer: DecoderLayer) -> Dense | None:

@@ -12,20 +12,19 @@ Turn = tuple[torch.Tensor, torch.Tensor]
 
 
 class Rope:
-    """Rotary position embedding; the tables are float32 [positions, head_dim / 2]."""
+    """Rotary position embedding: cosines and signed sines of every position, [positions, head_dim] each."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, device: str = "cpu") -> None:
+    def __init__(
+        self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype, device: str = "cpu"
+    ) -> None:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), inverse_frequencies(config, head_dim))
-        self.cos = (angles.cos() * config.magnitude).to(device)
-        self.sin = (angles.sin() * config.magnitude).to(device)
+        cos, sin = angles.cos() * config.magnitude, angles.sin() * config.magnitude
+        self.cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
+        self.sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
 
-    def at(self, positions: torch.Tensor, dtype: torch.dtype) -> Turn:
+    def at(self, positions: torch.Tensor) -> Turn:
         """Cosines and signed sines of `positions` [T], each [T, 1, head_dim], for `rotate`."""
-        cos, sin = self.cos[positions], self.sin[positions]
-        return (
-            torch.cat((cos, cos), dim=-1).unsqueeze(1).to(dtype),
-            torch.cat((-sin, sin), dim=-1).unsqueeze(1).to(dtype),
-        )
+        return self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ class Head:
     """The logits of every token: x times its row of a table."""
 
     def __init__(self, table: Embedding) -> None:
+        self.table = table.table
         self._linear = Linear(table.table)
         self._kernels = kernels_for(table.table.dtype, table.table.device)
         self._group, self._vocab_size = table.group, table.tokens.whole

@@ -42,7 +42,10 @@ static void recover(kf_health *health) {
   if (health->state == KF_TRIED && move(health, KF_HEALTHY)) health->pause_ns = 0;
 }
 
-void kf_path_failed(kf_engine *engine, kf_path *path) { take_out(engine, &path->health); }
+void kf_path_failed(kf_engine *engine, kf_path *path) {
+  path->unpaced = false; /* the next connection is another */
+  take_out(engine, &path->health);
+}
 
 void kf_path_completed(kf_path *path, uint64_t now) {
   path->progress_ns = now;

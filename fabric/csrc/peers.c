@@ -150,8 +150,10 @@ static bool has_address(const kf_peer *peer, const kf_address_bytes *addresses, 
 
 static void mark_broken(kf_peer *peer, const kf_domain *domain, const kf_address_bytes *address) {
   for (uint32_t i = 0; i < peer->path_count; i++)
-    if (peer->paths[i].domain == domain && kf_same_address(&peer->addresses[peer->paths[i].remote], address))
+    if (peer->paths[i].domain == domain && kf_same_address(&peer->addresses[peer->paths[i].remote], address)) {
       peer->paths[i].breaks++;
+      peer->paths[i].unpaced = false;
+    }
 }
 
 /* The connection to an address is gone: who has written over it and has no seal will not get one by the next. */

@@ -16,6 +16,7 @@ typedef struct {
   uint64_t progress_ns;      /* last completion, or post into silence */
   const char *cut;           /* why we have cut it under its writes in flight; NULL: we have not */
   uint32_t breaks;           /* grows with the loss of its connection: what was not sealed by then never will be */
+  bool unpaced;              /* kf_sockets_unpace has seen its connection */
   uint64_t refused_ns;       /* when it last took no write; 0: it took the last one */
   uint64_t refused_since_ns; /* the first such time with nothing in flight */
 } kf_path;
@@ -64,6 +65,7 @@ bool kf_path_usable(const kf_path *path);
 int kf_sockets_abort(kf_domain *domain, const kf_address_bytes *peer);
 int kf_sockets_keep_alive(kf_domain *domain, uint64_t silence_ns);
 void kf_sockets_sweep(kf_domain *domain);
+void kf_sockets_unpace(kf_path *path, const kf_peer *peer);
 
 /* ---- cuts.c ---- */
 void kf_cuts_add(kf_domain *domain, const kf_address_bytes *peer, int fd);

@@ -1,0 +1,49 @@
+"""What the fabric asks of the connections that libfabric makes over sockets."""
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import fabric_rig as rig
+import numpy as np
+import pytest
+from fabric_rig import schedule
+from kvferry_fabric import EventKind, TransferEngine
+
+SIZE = 1 << 20
+
+
+def connections(port: int) -> Iterator[socket.socket]:
+    """Copies of this process's sockets that are connected to a port."""
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            if not path.is_socket():
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as copy:
+                if copy.family == socket.AF_INET and copy.getpeername()[1] == port:
+                    yield copy
+        except OSError:  # closed meanwhile, or not connected
+            continue
+
+
+def port_of(address: str) -> int:
+    """Of a struct sockaddr_in in hex."""
+    return int.from_bytes(bytes.fromhex(address)[2:4], "big")
+
+
+@pytest.mark.skipif(not rig.BIND.startswith("127."), reason="needs a connection that stays on this host")
+@pytest.mark.parametrize("provider", ["tcp", "net"])
+def test_what_stays_on_the_host_is_not_paced(provider) -> None:
+    default = Path("/proc/sys/net/ipv4/tcp_congestion_control").read_bytes().strip()
+    with rig.receiver(provider, SIZE) as other, TransferEngine(provider, incarnation=1, bind=rig.BIND) as engine:
+        region, remote = engine.register(memoryview(bytearray(SIZE))), other.descriptor
+        for _ in range(2):
+            schedule(engine, region, remote, np.arange(5))
+            assert rig.end_of(engine).kind is EventKind.DONE
+            ways = [
+                one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+                for one in connections(port_of(remote.addresses[0]))
+            ]
+            assert [name.strip(b"\0") for name in ways] == [b"reno"], default
+            engine.forget(remote.addresses, remote.seat)

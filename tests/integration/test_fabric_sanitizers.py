@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from c_programs import compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "fabric" / "csrc"
@@ -22,18 +23,8 @@ PROGRAMS = [
     ("test_engine", ("tcp", "unordered")),
     ("test_engine", ("tcp", "3:2")),
 ]
-INSTALL = "apt install gcc libgcc-12-dev libfabric-dev (gcc with its sanitizers, libfabric's headers)"
 
 pytestmark = pytest.mark.sanitizer
-
-
-def compiler(arguments: list[str], folder: Path) -> None:
-    try:
-        done = subprocess.run(["gcc", *arguments], cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    except FileNotFoundError:
-        pytest.fail(f"no C compiler: {INSTALL}")
-    if done.returncode:
-        pytest.fail(f"does not compile or link; if headers or a sanitizer are missing: {INSTALL}\n{done.stderr}")
 
 
 @pytest.fixture(scope="module", params=sorted(SANITIZERS))

@@ -82,6 +82,8 @@ class RequestError(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds after which trying again makes sense."""
     param: str = ""
     """The field of the request that is wrong, by the name that its sender gave it; "" where none is to blame."""
+    avoid: bool = True
+    """Whether another try is to do without `node`; False where it lives, and only what it did was lost."""
 
     def __post_init__(self) -> None:
         # Messages quote what was wrong, which may be a megabyte: an error must always be small enough to be sent.

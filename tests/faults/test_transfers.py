@@ -117,6 +117,7 @@ async def test_what_a_prefiller_said_while_its_connection_was_broken_is_not_wait
         await wire.mend()
         outcome = await router.outcome(asked)
         assert (outcome.error.code, outcome.error.node) == (ErrorCode.NODE_LOST, "p")
+        assert not outcome.error.avoid, "both nodes live"
         await idle(prefilling, decoding, eventually=eventually)
         assert isinstance(await router.outcome(router.ask(decoding, LONG, prefiller=prefilling)), Finished)
 

@@ -73,9 +73,9 @@ async def silent(_decoder, _origin, _assign):
     """Never answer."""
 
 
-def failing(code, node="", message="no"):
+def failing(code, node="", message="no", *, avoid=True):
     async def script(_decoder, origin, assign):
-        error = RequestError(code=code, message=message, phase=Phase.PREFILL, node=node)
+        error = RequestError(code=code, message=message, phase=Phase.PREFILL, node=node, avoid=avoid)
         origin.reply(RequestFailed(request_id=assign.request_id, error=error))
 
     return script
@@ -243,6 +243,17 @@ async def test_what_another_node_may_do_is_tried_there(cluster, code):
     record = (await cluster.complete(kvferry_timeline=True))["kvferry"]
     assert record["timeline"]["router"]["attempts"] == 2
     assert [len(decoder.assigned) for decoder in cluster.decoders] == [1, 1]
+
+
+async def test_a_decoder_that_stood_still_may_have_what_it_gave_up(cluster):
+    scripts = [failing(ErrorCode.NODE_LOST, avoid=False), speak]
+
+    async def once(decoder, origin, assign):
+        await scripts.pop(0)(decoder, origin, assign)
+
+    await cluster.decoder("d1", once)
+    record = (await cluster.complete(kvferry_timeline=True))["kvferry"]
+    assert record["timeline"]["router"]["attempts"] == 2
 
 
 async def test_the_cause_reaches_the_client_when_nobody_is_left(cluster):

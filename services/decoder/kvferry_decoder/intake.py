@@ -134,7 +134,7 @@ class Intake:
         # One that nobody here called off: the prefiller took this node for lost, and has let go of the request.
         text = f"prefiller {origin.sender} has given the request up"
         node = origin.sender.id
-        error = RequestError(code=ErrorCode.TRANSFER_FAILED, message=text, phase=Phase.TRANSFER, node=node)
+        error = RequestError(code=ErrorCode.TRANSFER_FAILED, message=text, phase=Phase.TRANSFER, node=node, avoid=False)
         self._is_over(origin, message, error)
 
     def on_failed(self, origin: Origin, message: PrefillFailed) -> None:
@@ -205,11 +205,12 @@ class Intake:
 
     def connection_broke(self, ref: NodeRef) -> None:
         """The connection to a prefiller broke, and is there again: what was asked, or was answered, may be lost."""
-        self._fail_all(ref, f"the connection to prefiller {ref} broke while it prefilled")
+        self._fail_all(ref, f"the connection to prefiller {ref} broke while it prefilled", avoid=False)
 
-    def _fail_all(self, ref: NodeRef, text: str) -> None:
+    def _fail_all(self, ref: NodeRef, text: str, *, avoid: bool = True) -> None:
+        error = RequestError(code=ErrorCode.NODE_LOST, message=text, phase=Phase.TRANSFER, node=ref.id, avoid=avoid)
         for incoming in [entry for entry in self._incoming.values() if entry.transfer.peer.ref == ref]:
-            self.fail(incoming.request, self._error(ErrorCode.NODE_LOST, text, Phase.TRANSFER, incoming.transfer.peer))
+            self.fail(incoming.request, error)
 
     def sweep(self, alive: Callable[[NodeRef], bool]) -> None:
         """Look after deadlines, unconfirmed cancels, and prefillers that left without anyone noticing."""

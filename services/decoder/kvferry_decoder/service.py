@@ -242,7 +242,8 @@ class DecoderService(WorkerService[str, Request]):
         """This node was taken for lost meanwhile. What peers said may never come: nothing can be waited for."""
         text = f"decoder {self._ref.id} stood still for {seconds:.1f} s, long enough for its lease to end"
         for request in list(self._requests.values()):
-            self._give_up(request, self._error(ErrorCode.NODE_LOST, text, Phase.DECODE))
+            error = self._error(ErrorCode.NODE_LOST, text, Phase.DECODE)
+            self._give_up(request, msgspec.structs.replace(error, avoid=False))
 
     def close(self) -> None:
         """Stop listening to the fabric and close the channels; memory keys go with the fabric."""

@@ -25,7 +25,7 @@ class Lost(msgspec.Struct, frozen=True, kw_only=True):
     held: bool = False
     """The decoder may still hold something of it: a Cancel must follow."""
     blame: bool = True
-    """A node failed it, which the next attempt avoids; False where it was this router."""
+    """A node failed it, which the next attempt avoids; False where it lives, and was only cut off or held up."""
 
 
 class StopFound(msgspec.Struct, frozen=True):

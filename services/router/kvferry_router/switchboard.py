@@ -159,7 +159,7 @@ class Switchboard:
                 attempt.finish(verdicts.checked(attempt, message))
             case RequestFailed():
                 error = verdicts.named(message.error, sender)
-                attempt.finish(Lost(error=error, retry=message.error.retryable))
+                attempt.finish(Lost(error=error, retry=error.retryable, blame=error.avoid))
             case Cancelled():
                 attempt.finish(verdicts.breach(attempt, "it cancelled what nobody wanted cancelled", held=False))
 

@@ -383,6 +383,25 @@ async def test_a_cancel_that_nobody_confirms_is_let_go(hasty, eventually):
     assert await hasty.metric("kvferry_cancel_timeouts_total") == 1
 
 
+async def test_a_cancel_that_a_broken_connection_lost_is_sent_again(redis_server, folder, eventually):
+    async with running_cluster(redis_server.url, folder, cancel_seconds=300) as cluster:
+        decoder = ScriptedDecoder(redis_server.url, "d1", cluster.tokens())
+        decoder.pause_at, decoder.confirm_cancels = 3, False
+        async with Wire(decoder.inbox.endpoint) as wire:
+            decoder.registry.record = msgspec.structs.replace(decoder.record, endpoint=wire.endpoint)
+            cluster.decoders.append(await decoder.start())
+            await cluster.until(lambda state: state["decoders"] == 1)
+            task = asyncio.create_task(cluster.complete())
+            await eventually(lambda: decoder.assigned)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            await eventually(lambda: decoder.cancelled)
+            await wire.cut()
+            decoder.confirm_cancels = True
+            await wire.mend()
+            await cluster.idle()
+
+
 async def test_leaving_while_waiting_for_a_place(cluster):
     await cluster.decoder("d1", free_pages=0)
     task = asyncio.create_task(cluster.complete())

@@ -76,6 +76,12 @@ class ClosingAttempts:
         for closing in [each for each in self._closing.values() if each.attempt.decoder.ref == ref]:
             self._forget(closing)
 
+    def on_return(self, ref: NodeRef) -> None:
+        """The connection to a decoder broke, and is there again: a Cancel may have been lost with it."""
+        for closing in [each for each in self._closing.values() if each.attempt.decoder.ref == ref]:
+            self._stop_timer(closing)
+            self._send_cancel(closing)
+
     def abandon(self) -> None:
         """Forget all: the process ends."""
         for closing in list(self._closing.values()):
@@ -99,9 +105,12 @@ class ClosingAttempts:
         self._log.warning("a cancel was not confirmed", request_id=attempt.id, decoder=str(attempt.decoder.ref))
         self._forget(closing)
 
-    def _forget(self, closing: _Closing, word: LastWord | None = None) -> None:
+    def _stop_timer(self, closing: _Closing) -> None:
         if closing.timer is not None:
             closing.timer.cancel()
+
+    def _forget(self, closing: _Closing, word: LastWord | None = None) -> None:
+        self._stop_timer(closing)
         if not closing.word.done():
             closing.word.set_result(word)
         self._closing.pop(closing.attempt.id, None)

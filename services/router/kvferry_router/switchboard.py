@@ -102,6 +102,7 @@ class Switchboard:
         can't tell of: ask again, and say so to be sure."""
         for attempt in [each for each in self._open.values() if each.decoder.ref == decoder]:
             attempt.finish(verdicts.broke_off(attempt))
+        self._closing.on_return(decoder)
 
     def stood_still(self, seconds: float) -> None:
         """Decoders have taken this router for lost and dropped what it wanted: ask again, and say so to be sure."""

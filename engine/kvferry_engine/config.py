@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from kvferry_engine.config_fields import first, only
-from kvferry_engine.errors import ModelError
+from kvferry_engine.errors import ModelError, UnknownArchitecture
 from kvferry_engine.experts_config import ExpertsConfig, read_experts
 from kvferry_engine.identity import weights_identity
 from kvferry_engine.latent_config import LatentConfig, read_latent
 from kvferry_engine.rope_config import RopeConfig, read_rope
+
+ARCHITECTURES = ("DeepseekV3ForCausalLM", "LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Those that `kvferry_engine.models` has classes for; here, since those take torch."""
 
 DEFAULT_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 """Where the absent head_dim is not the hidden size over the heads."""
@@ -123,6 +126,9 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
 
 
 def _fields(raw: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
+    # First of all: others call their fields by other names.
+    if _architecture(raw) not in ARCHITECTURES:
+        raise UnknownArchitecture(_architecture(raw), list(ARCHITECTURES))
     _refuse_windows(raw)
     heads = int(raw["num_attention_heads"])
     latent = read_latent(raw)

@@ -5,6 +5,7 @@ Without torch, which takes seconds to import, unless a GPU is asked for.
 
 from pathlib import Path
 
+import psutil
 from kvferry_fabric import FabricError, FabricUnavailableError, providers
 from kvferry_node.errors import SettingsError
 
@@ -44,6 +45,11 @@ def _check_ranks(settings: WorkerSettings, config: ModelConfig) -> None:
 
 
 def _check_memory(settings: WorkerSettings, config: ModelConfig) -> None:
+    asked, there = settings.kv_memory * settings.tp, psutil.virtual_memory().total
+    if settings.device == CPU and asked > there:
+        # Such a pool can be made, and ends the process when its pages fill.
+        msg = f"--kv-memory: {asked} bytes for {settings.tp} ranks are more than this machine has, {there}"
+        raise SettingsError(msg)
     try:
         layout = kv_layout(config, dtype=settings.dtype, page_size=settings.page_size, ranks=settings.tp)
         enough_pages(layout, settings.kv_memory)

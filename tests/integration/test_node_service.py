@@ -76,6 +76,23 @@ def test_second_signal_ends_at_once(tmp_path):
     assert finish(process)[0] == 128 + signal.SIGTERM
 
 
+@pytest.mark.parametrize("explained", ["BindError", "OSError"])
+def test_a_failure_that_explains_itself_is_told_without_where_it_came_from(tmp_path, explained):
+    process = start(
+        tmp_path,
+        f"""
+        from kvferry_node.errors import BindError
+        async def main(stop):
+            raise {explained}("the port is taken")
+        run(main, (OSError,))
+        """,
+    )
+    code, output = finish(process)
+    assert code == 1
+    assert "the port is taken" in output
+    assert "Traceback" not in output
+
+
 FAILURES = {
     "main": """
         async def main(stop):

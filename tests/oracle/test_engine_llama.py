@@ -5,9 +5,10 @@ import torch
 from engine_runner import VOCABULARY, Runner, close, reference_logits, tokens_of
 from kvferry_engine.attention import decode_groups
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
-from kvferry_engine.config import ModelConfig
+from kvferry_engine.config import ARCHITECTURES, ModelConfig
 from kvferry_engine.default_model import prepare_default_model
 from kvferry_engine.errors import BatchError, ModelError, UnknownArchitecture
+from kvferry_engine.models import CLASSES
 from kvferry_engine.models.rope import Rope
 from kvferry_engine.weights import load_model
 from oracle_checks import check_last, check_mixed, check_prefill
@@ -275,3 +276,4 @@ def test_an_unknown_architecture_is_named(tmp_path):
     path.write_text(path.read_text().replace("LlamaForCausalLM", "MambaForCausalLM"))
     with pytest.raises(UnknownArchitecture, match=r"'MambaForCausalLM' is not known; known are .*LlamaForCausalLM"):
         load_model(tmp_path, "float32")
+    assert set(ARCHITECTURES) == set(CLASSES)

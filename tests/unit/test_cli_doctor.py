@@ -111,6 +111,15 @@ def test_a_redis_that_lets_nobody_in_is_wrong(redis_server):
             Level.OK,
             "LlamaForCausalLM",
         ),
+        (
+            {
+                "config.json": b'{"architectures": ["GPT2LMHeadModel"]}',
+                "tokenizer.json": b"",
+                "model.safetensors": b"",
+            },
+            Level.FAIL,
+            "architecture 'GPT2LMHeadModel' is not known; known are DeepseekV3ForCausalLM,",
+        ),
     ],
 )
 def test_a_model_folder_is_whole_or_says_what_it_lacks(tmp_path, files, level, words):

@@ -48,6 +48,14 @@ def test_a_torch_without_cuda_is_named_before_anything_starts(monkeypatch, tmp_p
         check_worker(settings)
 
 
+def test_more_pages_than_the_machine_has_memory_for_are_refused(tmp_path) -> None:
+    build_random(tmp_path, "llama")
+    given = {"model": str(tmp_path), "kv_memory": "1000TiB"}
+    settings = load_settings(WorkerSettings, "decoder", given, {}, None)
+    with pytest.raises(SettingsError, match=r"^--kv-memory: .* for 1 ranks are more than this machine has"):
+        check_worker(settings)
+
+
 @pytest.mark.parametrize("given", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:0,1"])
 def test_other_names_are_refused(given) -> None:
     with pytest.raises(SettingsError, match="cpu, cuda, cuda:N or auto"):

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from kvferry_engine.config import ModelConfig
-from kvferry_engine.errors import ModelError
+from kvferry_engine.errors import ModelError, UnknownArchitecture
 from kvferry_engine.experts_config import ExpertsConfig
 from kvferry_engine.kv_size import kv_layout
 from kvferry_engine.latent_config import LatentConfig
@@ -252,6 +252,11 @@ def test_a_configuration_that_cannot_be_served_says_why(tmp_path, fields, what):
     with pytest.raises(ModelError, match=what) as caught:
         ModelConfig.from_folder(folder)
     assert str(folder) in str(caught.value)
+
+
+def test_another_architecture_is_named_before_what_its_configuration_lacks():
+    with pytest.raises(UnknownArchitecture, match=r"'GPT2LMHeadModel' is not known; known are .*Qwen3ForCausalLM"):
+        ModelConfig.from_dict({"architectures": ["GPT2LMHeadModel"], "n_head": 12})
 
 
 def test_a_missing_field_is_named(tmp_path):

@@ -3,7 +3,9 @@
 What runs the model is imported when it is to run: torch takes seconds, and settings that can't work are refused before.
 """
 
+from kvferry_engine.errors import ModelError
 from kvferry_engine.feasible import check_worker
+from kvferry_fabric import FabricError
 from kvferry_node.errors import SettingsError
 from kvferry_node.logs import setup_logging
 from kvferry_node.options import settings_command
@@ -31,4 +33,4 @@ def command(settings: DecoderSettings) -> None:
     ref = node_ref(settings, Role.DECODER)
     setup_logging(settings.log_level, settings.log_format, ref, Role.DECODER)
     with RankProcesses.fork(settings) as ranks:
-        run(DecoderNode(settings, ref, ranks).main)
+        run(DecoderNode(settings, ref, ranks).main, (ModelError, FabricError))

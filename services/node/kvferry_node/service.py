@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import uvloop
 
+from kvferry_node.errors import NodeError
 from kvferry_node.logs import get_logger
 from kvferry_node.sockets import flush_sockets
 
@@ -35,17 +36,19 @@ class Stop:
 Main = Callable[[Stop], Awaitable[None]]
 
 
-def run(main: Main) -> None:
+def run(main: Main, explained: tuple[type[Exception], ...] = ()) -> None:
     """Run a service's main function, and end the process.
 
     SIGTERM or SIGINT sets `Stop.requested`; a second one ends the process at once with 128 + its number. Returns when
-    `main` returns; an exception of it, or of a task that nobody awaits, is logged and exits with status 1.
+    `main` returns; an exception of it, or of a task that nobody awaits, is logged and exits with status 1. Those that
+    are `explained`, besides a NodeError, say to the user what is wrong: where they came from is left out.
     """
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_supervise(main))
     except Exception as error:  # noqa: BLE001  # the last stop: it becomes a log line and an exit status
-        get_logger().critical("the service has failed", exc_info=error)
+        told = {"error": str(error)} if isinstance(error, (NodeError, *explained)) else {"exc_info": error}
+        get_logger().critical("the service has failed", **told)
         sys.exit(1)
     finally:
         flush_sockets()

@@ -25,9 +25,22 @@ def model(folder: Path | None) -> Finding:
         architecture = ", ".join(config["architectures"])
     except (orjson.JSONDecodeError, KeyError, TypeError) as error:
         return fail("model", f"{folder / 'config.json'} can't be read: {error!r}", "copy it again")
+    if why := _unknown(config["architectures"][0]):
+        return fail("model", f"{folder}: {why}", "give --model a model of an architecture that is known")
     if not _has_template(folder):
         return warn("model", f"{folder}: {architecture}, no chat template", "chat requests will be refused")
     return ok("model", f"{folder}: {architecture}")
+
+
+def _unknown(architecture: str) -> str | None:
+    """What the engine has against an architecture; nothing where no engine is installed."""
+    try:
+        known = importlib.import_module("kvferry_engine.config").ARCHITECTURES
+    except ImportError:
+        return None
+    if architecture in known:
+        return None
+    return f"architecture {architecture!r} is not known; known are {', '.join(known)}"
 
 
 def _default() -> Finding:

@@ -57,7 +57,11 @@ def plan(options: ClusterOptions, folder: Path, client: httpx.AsyncClient) -> li
 
 async def run(options: RunOptions, console: Console, planner: Planner = plan) -> int:
     """Run until a signal comes (or, for a one-shot, until the answer); returns the exit status."""
-    options.log_dir.mkdir(parents=True, exist_ok=True)
+    try:
+        options.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        msg = f"--log-dir: {options.log_dir} can't be made: {error.strerror}"
+        raise click.ClickException(msg) from error
     with ExitStack() as stack:
         folder = stack.enter_context(workspace())
         async with httpx.AsyncClient(trust_env=False) as client:

@@ -9,11 +9,12 @@ import pytest
 from cluster import Cluster, Node, wait_for
 from kvferry_fabric import EventKind, TransferEngine
 from kvferry_node.registry import Registry
+from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.memory import MemoryDescriptor
 from kvferry_proto.nodes import Load
 from kvferry_proto.timeline import PrefillTimeline
-from kvferry_proto.to_decoder import CancelConfirmed, PrefillReport
+from kvferry_proto.to_decoder import CancelConfirmed, PrefillFailed, PrefillReport
 from stranger import Impostor, record_of
 from streams import Golden, Stream, prompt
 
@@ -268,7 +269,10 @@ async def test_a_prefiller_that_gives_up_after_all_pages_came_does_not_keep_the_
         await prefiller.asked()
         await prefiller.write(range(3))
         prefiller.say(CancelConfirmed(**prefiller.names))
-        # Tried again, with the real one.
+        # It lives, and is asked again; it fails, and the real one is asked.
+        await prefiller.asked()
+        error = RequestError(code=ErrorCode.TRANSFER_FAILED, message="no", phase=Phase.TRANSFER, node=prefiller.ref.id)
+        prefiller.say(PrefillFailed(**prefiller.names, error=error))
         assert await stream.end() == cluster.golden.answers[41][:4]
 
 

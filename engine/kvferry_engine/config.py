@@ -125,10 +125,15 @@ def read_json(path: Path, default: dict[str, Any] | None = None) -> dict[str, An
     return content
 
 
+def unknown_architecture(name: str) -> UnknownArchitecture | None:
+    """Return what is to be raised for an architecture that no model here has."""
+    return None if name in ARCHITECTURES else UnknownArchitecture(name, list(ARCHITECTURES))
+
+
 def _fields(raw: dict[str, Any], generation: dict[str, Any]) -> dict[str, Any]:
     # First of all: others call their fields by other names.
-    if _architecture(raw) not in ARCHITECTURES:
-        raise UnknownArchitecture(_architecture(raw), list(ARCHITECTURES))
+    if unknown := unknown_architecture(_architecture(raw)):
+        raise unknown
     _refuse_windows(raw)
     heads = int(raw["num_attention_heads"])
     latent = read_latent(raw)

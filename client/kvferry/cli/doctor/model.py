@@ -32,15 +32,14 @@ def model(folder: Path | None) -> Finding:
     return ok("model", f"{folder}: {architecture}")
 
 
-def _unknown(architecture: str) -> str | None:
+def _unknown(architecture: str) -> Exception | None:
     """What the engine has against an architecture; nothing where no engine is installed."""
     try:
-        known = importlib.import_module("kvferry_engine.config").ARCHITECTURES
+        config = importlib.import_module("kvferry_engine.config")
     except ImportError:
         return None
-    if architecture in known:
-        return None
-    return f"architecture {architecture!r} is not known; known are {', '.join(known)}"
+    unknown: Exception | None = config.unknown_architecture(architecture)
+    return unknown
 
 
 def _default() -> Finding:

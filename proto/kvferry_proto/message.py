@@ -5,6 +5,7 @@ from typing import Annotated
 import msgspec
 
 from kvferry_proto.errors import RequestError
+from kvferry_proto.timeline import DecodeTimeline, PrefillTimeline
 
 RequestId = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 """Drawn by the router, one per attempt; what clients call their requests never leaves the router."""
@@ -32,3 +33,5 @@ class RequestFailed(Message):
 
     request_id: RequestId
     error: RequestError
+    decoder: DecodeTimeline = msgspec.field(default_factory=DecodeTimeline)
+    prefiller: PrefillTimeline | None = None

@@ -8,11 +8,13 @@ import msgspec
 import pytest
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.message import Refused, RequestFailed
+from kvferry_proto.timeline import DecodeTimeline, now
 from kvferry_proto.to_router import Accepted
 from kvferry_proto.usage import FinishReason
 from kvferry_router import closing
 from router_rig import running_cluster, warm_up
 from scripted import ANSWER, ScriptedDecoder, finished, speak, step
+from structlog.testing import capture_logs
 from text_folder import make_model_folder
 from wire import Wire
 
@@ -79,6 +81,22 @@ def failing(code, node="", message="no", *, avoid=True):
         origin.reply(RequestFailed(request_id=assign.request_id, error=error))
 
     return script
+
+
+async def test_the_log_says_where_the_time_of_a_request_went_that_failed(cluster, eventually):
+    async def script(_decoder, origin, assign):
+        error = RequestError(code=ErrorCode.VERIFY_FAILED, message="no", phase=Phase.TRANSFER)
+        seen = DecodeTimeline(assigned=now(), first_page=now())
+        origin.reply(RequestFailed(request_id=assign.request_id, error=error, decoder=seen))
+
+    await cluster.decoder(script=script)
+    with capture_logs() as logs:
+        await cluster.complete(502)
+        await eventually(lambda: any(line["event"] == "a request ended early" for line in logs))
+    (line,) = [line for line in logs if line["event"] == "a request ended early"]
+    assert (line["code"], line["phase"], line["nodes"]) == ("verify_failed", "transfer", ["d1"])
+    assert line["client_id"].startswith("cmpl-")
+    assert "first_page_ms" in line["phases_ms"]
 
 
 # --- another try ----------------------------------------------------------------------------------------------------

@@ -17,10 +17,12 @@ from kvferry_proto.to_client import Completed, Delta, Failed, ToClient
 from kvferry_proto.to_router import CancelGenerate, ChatMessage, Generate
 from router_rig import running_cluster, warm_up
 from scripted import ANSWER
+from structlog.testing import capture_logs
 from text_folder import MODEL, make_model_folder
 
 pytestmark = pytest.mark.usefixtures("folder", "nothing_left")
 LONG = SamplingParams(max_tokens=100)
+EARLY = "a request ended early"
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,40 @@ async def test_cancel(cluster, client, eventually):
     decoder.pause_at = None
     client.send(Generate(id="a", prompt="x", sampling=LONG))
     assert (await client.answer("a"))[0] == ANSWER
+
+
+async def test_the_log_says_where_a_cancelled_requests_time_went(cluster, client, eventually):
+    """Nobody is left to be sent a time line, and such requests are the ones that are asked about."""
+    decoder = await cluster.decoder()
+    decoder.pause_at = 2
+    with capture_logs() as logs:
+        client.send(Generate(id="a", prompt="x", sampling=LONG))
+        while await cluster.metric("kvferry_answer_tokens_total") < 2:  # noqa: ASYNC110  # nothing here sets an event
+            await asyncio.sleep(0.02)
+        client.send(CancelGenerate(id="a"))
+        await client.answer("a")
+        await eventually(lambda: any(line["event"] == EARLY for line in logs))
+    (line,) = [line for line in logs if line["event"] == EARLY]
+    assert (line["client_id"], line["code"], line["nodes"]) == ("a", "cancelled", ["d1"])
+    assert (line["request_id"], line["answer_tokens"]) == (decoder.assigned[0].request_id, 2)
+    # `joined` is the decoder's to know.
+    assert {"accepted_ms", "first_token_ms", "joined_ms", "queued_ms", "finished_ms"} <= set(line["phases_ms"])
+
+
+async def test_the_log_says_that_a_client_left_before_a_place_was_found(redis_server, folder, eventually):
+    async with running_cluster(redis_server.url, folder, admission_seconds=30.0, recovery_seconds=30.0) as cluster:
+        full = await cluster.decoder(free_pages=0)
+        client = Client(cluster.router.inbox.endpoint)
+        with capture_logs() as logs:
+            client.send(Generate(id="a", prompt="x", sampling=LONG))
+            await cluster.until(lambda state: state["held"]["waiting"])
+            client.send(CancelGenerate(id="a"))
+            await client.answer("a")
+            await eventually(lambda: any(line["event"] == EARLY for line in logs))
+        client.socket.close()
+        (line,) = [line for line in logs if line["event"] == EARLY]
+        assert (line["phase"], line["nodes"], line["attempts"], full.assigned) == ("route", [], 0, [])
+        assert set(line["phases_ms"]) == {"finished_ms"}
 
 
 async def test_cancel_in_the_same_breath(cluster, client):

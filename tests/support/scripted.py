@@ -108,7 +108,7 @@ class ScriptedDecoder:
         if task is not None:
             task.cancel()
         if self.confirm_cancels:
-            origin.reply(Cancelled(request_id=request_id))
+            origin.reply(Cancelled(request_id=request_id, decoder=DecodeTimeline(assigned=now(), joined=now())))
 
 
 async def speak(decoder: ScriptedDecoder, origin: Origin, assign: Assign) -> None:

@@ -66,7 +66,11 @@ class Answers:
 
     def failed(self, request: Request, error: RequestError) -> None:
         """Tell that a request is over, and why."""
-        self._send(request.origin, RequestFailed(request_id=request.id, error=error))
+        request.timeline.finished = now()
+        word = RequestFailed(
+            request_id=request.id, error=error, decoder=request.timeline, prefiller=request.prefill_timeline
+        )
+        self._send(request.origin, word)
 
     def cancelled(self, request: Request, *, arrived: bool) -> None:
         """Confirm a cancel. `arrived`: the prompt's KV was here, so that its prefiller reports."""

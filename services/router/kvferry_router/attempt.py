@@ -7,13 +7,12 @@ import msgspec
 from kvferry_proto.errors import RequestError
 from kvferry_proto.hashing import block_hashes
 from kvferry_proto.ints import Int32s
-from kvferry_proto.message import RequestFailed
 from kvferry_proto.nodes import NodeRecord, NodeRef
 from kvferry_proto.page_table import PageEntry, Source, pack
 from kvferry_proto.to_decoder import Assign
-from kvferry_proto.to_router import Cancelled, Finished
+from kvferry_proto.to_router import Finished
 
-from kvferry_router.request import Request
+from kvferry_router.request import LastWord, Request
 
 
 class Lost(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,8 +32,6 @@ class StopFound(msgspec.Struct, frozen=True):
 
 
 End = Finished | Lost | StopFound
-LastWord = Cancelled | Finished | RequestFailed
-"""What a decoder says when it holds nothing of an attempt any more."""
 
 
 class Attempt:
@@ -77,6 +74,11 @@ class Attempt:
             return True
         end = self.end.result()
         return end.held if isinstance(end, Lost) else isinstance(end, StopFound)
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of those that take part."""
+        return [node.ref.id for node in (self.decoder, self.prefiller) if node is not None]
 
     def culprit(self, error: RequestError) -> NodeRef:
         """Return the node to avoid after `error`: the one that the error names if it took part, else the decoder."""

@@ -62,7 +62,7 @@ class Carrier:
     async def _run(self, attempt: Attempt, placement: Placement, number: int) -> End:
         """Carry out one attempt; whatever ends it, its decoder is told if it may still hold something."""
         request = attempt.request
-        request.assigned(attempt.id, number)
+        request.assigned(attempt.id, number, attempt.nodes)
         try:
             self._switchboard.assign(attempt)
         except KvferryError as error:

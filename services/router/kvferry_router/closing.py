@@ -1,6 +1,7 @@
 """Attempts that are over for this router, and whose decoder has still to say that they are over for it."""
 
 import asyncio
+from collections.abc import Callable
 
 from kvferry_node.channels import Post
 from kvferry_node.errors import ChannelError
@@ -9,8 +10,9 @@ from kvferry_proto.nodes import NodeRef
 from kvferry_proto.to_decoder import Cancel
 from kvferry_proto.to_router import Cancelled, Finished
 
-from kvferry_router.attempt import Attempt, LastWord
+from kvferry_router.attempt import Attempt
 from kvferry_router.metrics import RouterMetrics
+from kvferry_router.request import LastWord
 
 CANCEL_RESEND_SECONDS = 0.2
 LAST_WORD_SECONDS = 1.5
@@ -59,11 +61,19 @@ class ClosingAttempts:
             word = closing.word.result() if closing.word.done() else None
         return word if isinstance(word, Cancelled | Finished) else None
 
+    def when_closed(self, request_id: str, then: Callable[[], None]) -> None:
+        """Call `then` once a decoder's last word has come, or is waited for no longer: at once if it is not."""
+        if (closing := self._closing.get(request_id)) is not None:
+            closing.word.add_done_callback(lambda _: then())
+        else:
+            then()
+
     def confirmed(self, sender: NodeRef, word: LastWord) -> bool:
         """Take a decoder's last word; returns whether it is about one of these attempts."""
         closing = self._closing.get(word.request_id)
         if closing is None or closing.attempt.decoder.ref != sender:
             return False
+        closing.attempt.request.heard(word)
         self._forget(closing, word)
         return True
 

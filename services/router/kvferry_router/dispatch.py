@@ -1,6 +1,7 @@
 """The dispatcher: every request in flight, from its submission to the books."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 
 from kvferry_node.logs import get_logger
@@ -9,6 +10,7 @@ from kvferry_node.service import wait_until
 from kvferry_proto.errors import ErrorCode, KvferryError, Phase, RequestError, fail
 from kvferry_proto.nodes import NodeRecord, NodeRef
 
+from kvferry_router import early_ends
 from kvferry_router.answer import GrowingAnswer
 from kvferry_router.carrier import Carrier, completed_anyway
 from kvferry_router.handle import RequestHandle
@@ -62,15 +64,18 @@ class Dispatcher:
         self._log = get_logger()
         self.draining = False
 
-    def submit(self, job: Job) -> RequestHandle:
-        """Take a request. Raises KvferryError: DRAINING, or OVERLOADED when `max_inflight` are under way."""
+    def submit(self, job: Job, name: str = "") -> RequestHandle:
+        """Take a request that its client knows by `name`.
+
+        Raises KvferryError: DRAINING, or OVERLOADED when `max_inflight` are under way.
+        """
         if self.draining:
             msg = "this router is shutting down"
             raise fail(ErrorCode.DRAINING, msg, Phase.ROUTE, self._ref.id, RETRY_AFTER_SECONDS)
         if len(self._requests) >= self._settings.max_inflight:
             msg = f"{len(self._requests)} requests are under way, as many as this router takes"
             raise fail(ErrorCode.OVERLOADED, msg, Phase.ROUTE, self._ref.id, RETRY_AFTER_SECONDS)
-        request = Request(job, GrowingAnswer(job, self._text.tokenizer, self._text.stop_token_ids))
+        request = Request(job, GrowingAnswer(job, self._text.tokenizer, self._text.stop_token_ids), name)
         task = asyncio.ensure_future(self._carry(request))
         # Not the end of _carry: a task that is cancelled before its first step runs nothing of it.
         task.add_done_callback(lambda _: self._book(request))
@@ -169,3 +174,5 @@ class Dispatcher:
         if request.outcome is not None:
             self._metrics.finished(request.outcome.timeline)
             self._metrics.prompt_tokens.inc(len(request.job.tokens))
+        elif early_ends.to_be_told(request):
+            self._switchboard.when_closed(request.id, functools.partial(early_ends.tell, request))

@@ -78,10 +78,10 @@ class Api:
         return await self._answer(request, CHAT)
 
     async def _answer(self, request: Request, style: Style) -> Response:
-        received = now()
+        received, answer_id = now(), style.new_id()
         try:
             asked: Common = parse(await self._read(request), style.request)
-            handles = self._submit(await self._make(asked, received))
+            handles = self._submit(await self._make(asked, received), answer_id)
         except KvferryError as error:
             return self._refuse(style.endpoint, error)
         except ClientDisconnect:
@@ -91,7 +91,15 @@ class Api:
             self._count(style.endpoint, error.status_code)
             raise
         timeline = bool(asked.kvferry_timeline) or request.headers.get(TIMELINE_HEADER) == "1"
-        reply = Reply(style, self._settings.model_name, self._tokenizer, asked, handles, timeline=timeline)
+        reply = Reply(
+            style,
+            self._settings.model_name,
+            self._tokenizer,
+            asked,
+            handles,
+            answer_id=answer_id,
+            timeline=timeline,
+        )
         app: ASGIApp = (Events if asked.stream else Whole)(
             reply, handles, lambda status: self._count(style.endpoint, status)
         )
@@ -107,12 +115,12 @@ class Api:
         msg = f"no way to answer a {type(asked).__name__}"
         raise TypeError(msg)
 
-    def _submit(self, jobs: list[Job]) -> list[RequestHandle]:
+    def _submit(self, jobs: list[Job], answer_id: str) -> list[RequestHandle]:
         """Submit all or none. Raises KvferryError."""
         handles: list[RequestHandle] = []
         try:
             for job in jobs:
-                handles.append(self._dispatcher.submit(job))  # noqa: PERF401  # those before a failure must be known
+                handles.append(self._dispatcher.submit(job, answer_id))  # noqa: PERF401  # those before a failure must be known
         except KvferryError:
             for handle in handles:
                 handle.cancel()

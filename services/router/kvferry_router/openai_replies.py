@@ -131,6 +131,10 @@ class Style(msgspec.Struct, frozen=True, kw_only=True):
     whole: str
     chunk: str
 
+    def new_id(self) -> str:
+        """Return an answer's id, as the client sees it."""
+        return self.prefix + secrets.token_hex(12)
+
 
 COMPLETIONS = Style(
     endpoint="completions",
@@ -161,11 +165,12 @@ class Reply:
         request: Common,
         handles: list[RequestHandle],
         *,
+        answer_id: str,
         timeline: bool,
     ) -> None:
         self.choices = [style.choice(index, handle, request, tokenizer) for index, handle in enumerate(handles)]
         self._style = style
-        self._head = {"id": style.prefix + secrets.token_hex(12), "created": int(time.time()), "model": model}
+        self._head = {"id": answer_id, "created": int(time.time()), "model": model}
         options = request.stream_options
         self.with_usage = options is not None and bool(options.include_usage)
         self._timeline = timeline

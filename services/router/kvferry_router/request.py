@@ -7,12 +7,16 @@ from collections.abc import Sequence
 import msgspec
 from kvferry_node.states import StateMachine
 from kvferry_proto.errors import KvferryError, Phase, RequestError
+from kvferry_proto.message import RequestFailed
 from kvferry_proto.timeline import DecodeTimeline, PrefillTimeline, RouterTimeline, Timeline, now
-from kvferry_proto.to_router import TokenLogprobs
+from kvferry_proto.to_router import Cancelled, Finished, TokenLogprobs
 from kvferry_proto.usage import FinishReason, Usage
 
 from kvferry_router.answer import GrowingAnswer
 from kvferry_router.job import Job, Outcome
+
+LastWord = Cancelled | Finished | RequestFailed
+"""What a decoder says when it holds nothing of an attempt any more."""
 
 
 class State(enum.Enum):
@@ -41,8 +45,10 @@ TRANSITIONS: dict[State, frozenset[State]] = {
 class Request:
     """One prompt on its way. Its reader waits on `changed`; its carrier moves the state."""
 
-    def __init__(self, job: Job, answer: GrowingAnswer) -> None:
+    def __init__(self, job: Job, answer: GrowingAnswer, name: str = "") -> None:
+        """`name`: what the client knows it by, for the log."""
         self.job = job
+        self.name = name
         self.answer = answer
         self._machine = StateMachine(State.WAITING, TRANSITIONS)
         self.changed = asyncio.Event()
@@ -51,6 +57,10 @@ class Request:
         self.timeline = RouterTimeline(received=job.received)
         self.id = ""
         """Internal id of the present attempt."""
+        self.nodes: list[str] = []
+        """Its decoder, and its prefiller where one is asked."""
+        self.word: LastWord | None = None
+        """What its decoder said last of the present attempt."""
         self.outcome: Outcome | None = None
         self.error: RequestError | None = None
 
@@ -75,10 +85,10 @@ class Request:
             case _:
                 return Phase.ROUTE
 
-    def assigned(self, attempt_id: str, number: int) -> None:
-        """Assign is on its way; `number` counts attempts from 1."""
+    def assigned(self, attempt_id: str, number: int, nodes: list[str]) -> None:
+        """Assign is on its way to the first of `nodes`; `number` counts attempts from 1."""
         self._machine.move(State.ASSIGNED)
-        self.id = attempt_id
+        self.id, self.nodes, self.word = attempt_id, nodes, None
         self.timeline.placed = now()
         self.timeline.attempts = number
 
@@ -86,6 +96,11 @@ class Request:
         """The decoder took it."""
         self._machine.move(State.RUNNING)
         self.timeline.accepted = now()
+
+    def heard(self, word: LastWord) -> None:
+        """Keep a decoder's last word if it is about the present attempt; it may come after the end."""
+        if word.request_id == self.id:
+            self.word = word
 
     def lost(self) -> None:
         """The attempt is over, the request is not."""

@@ -78,6 +78,10 @@ class Switchboard:
         """Return what the decoder says of a closed attempt; None if that takes too long, or it is gone."""
         return await self._closing.last_word(attempt)
 
+    def when_closed(self, request_id: str, then: Callable[[], None]) -> None:
+        """Call `then` when a closed attempt's decoder has said its last word, or is asked for it no longer."""
+        self._closing.when_closed(request_id, then)
+
     def on_message(self, origin: Origin, message: Message) -> None:
         """Take a message of a decoder."""
         match message:
@@ -159,6 +163,7 @@ class Switchboard:
             case Finished():
                 attempt.finish(verdicts.checked(attempt, message))
             case RequestFailed():
+                attempt.request.heard(message)
                 error = verdicts.named(message.error, sender)
                 attempt.finish(Lost(error=error, retry=error.retryable, blame=error.avoid))
             case Cancelled():
@@ -171,6 +176,7 @@ class Switchboard:
             self._late(message)
         elif attempt is not None and attempt.decoder.ref == sender:
             attempt.word = message
+            attempt.request.heard(message)
         elif not self._closing.confirmed(sender, message):
             self._late(message)
 

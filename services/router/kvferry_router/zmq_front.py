@@ -102,7 +102,7 @@ class ZmqFront:
     async def _answer(self, session: _Session, message: Generate, received: int) -> int:
         """Answer, and return the status for the books. Raises ChannelError if the client is gone or reads nothing."""
         try:
-            session.handle = self._dispatcher.submit(await self._job(message, received))
+            session.handle = self._dispatcher.submit(await self._job(message, received), session.id)
             if session.cancelled:
                 session.handle.cancel()
             async for item in session.handle:

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import uvloop
 from kvferry_fabric import Event, EventKind, SharedMemory, TransferEngine
 from kvferry_proto.memory import MemoryDescriptor
 
@@ -161,7 +162,8 @@ def obey(engine: TransferEngine, memory: np.ndarray, words: list[Any]) -> object
         case ["arrivals", count]:
             return arrivals(engine, count)
         case ["pong", count]:
-            return asyncio.run(pong(engine, count))
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the services' loop
+                return runner.run(pong(engine, count))
     msg = f"{words} is no command"
     raise ValueError(msg)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import fabric_rig as rig
 import numpy as np
 import pytest
-from kvferry_fabric import EventKind, FabricError
+from kvferry_fabric import Event, EventKind, FabricError
 
 
 @pytest.fixture(params=("memory", *rig.PROVIDERS))
@@ -183,6 +183,23 @@ async def test_events_reach_an_event_loop(pair) -> None:
         assert (await arrived.get()).kind is EventKind.ARRIVED
     pair.receiver.detach()
     rig.end_of(pair.sender)
+
+
+async def test_a_callback_that_raises_keeps_no_event_from_the_next(pair) -> None:
+    loop, arrived, told = asyncio.get_running_loop(), asyncio.Queue(), []
+    loop.set_exception_handler(lambda _, context: told.append(context["exception"]))
+
+    def callback(event: Event) -> None:
+        arrived.put_nowait(event.slot)
+        raise ValueError(event.slot)
+
+    for slot in (1, 2):
+        pair.receiver.expect(slot, 1, 0)  # an empty transfer has arrived at once
+    pair.receiver.attach(loop, callback)
+    async with asyncio.timeout(15):
+        assert [await arrived.get(), await arrived.get()] == [1, 2]
+    pair.receiver.detach()
+    assert [str(error) for error in told] == ["1", "2"]
 
 
 def test_a_slot_is_armed_once_and_disarmed_quietly(pair) -> None:

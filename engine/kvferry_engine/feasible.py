@@ -14,6 +14,7 @@ from kvferry_engine.draft_layers import with_stored_drafts
 from kvferry_engine.errors import ModelError
 from kvferry_engine.kv_size import enough_pages, kv_layout
 from kvferry_engine.split import check_ranks
+from kvferry_engine.whole_weights import check_whole
 from kvferry_engine.worker_settings import CPU, WorkerSettings
 
 
@@ -30,7 +31,9 @@ def check_worker(settings: WorkerSettings) -> ModelConfig:
 def _config(settings: WorkerSettings) -> ModelConfig:
     folder = Path(settings.model)
     try:
-        return with_stored_drafts(folder, ModelConfig.from_folder(folder))
+        config = ModelConfig.from_folder(folder)
+        check_whole(folder)
+        return with_stored_drafts(folder, config)
     except ModelError as error:
         msg = f"--model: {error}"
         raise SettingsError(msg) from error

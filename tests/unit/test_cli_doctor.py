@@ -11,6 +11,8 @@ from kvferry.cli.doctor import command, fabric, machine, ports, redis
 from kvferry.cli.doctor.finding import Finding, Level, fail, ok, warn
 from kvferry.cli.doctor.model import model
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"
+
 
 def run(monkeypatch, findings, *args):
     monkeypatch.setattr(command, "examine", lambda *_: findings)
@@ -96,7 +98,7 @@ def test_a_redis_that_lets_nobody_in_is_wrong(redis_server):
             {
                 "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
                 "tokenizer.json": b"",
-                "model.safetensors": b"",
+                "model.safetensors": NO_TENSORS,
             },
             Level.WARN,
             "no chat template",
@@ -105,7 +107,7 @@ def test_a_redis_that_lets_nobody_in_is_wrong(redis_server):
             {
                 "config.json": b'{"architectures": ["LlamaForCausalLM"]}',
                 "tokenizer.json": b"",
-                "model.safetensors": b"",
+                "model.safetensors": NO_TENSORS,
                 "tokenizer_config.json": b'{"chat_template": "x"}',
             },
             Level.OK,

@@ -2,6 +2,7 @@
 
 import importlib
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -27,6 +28,8 @@ def model(folder: Path | None) -> Finding:
         return fail("model", f"{folder / 'config.json'} can't be read: {error!r}", "copy it again")
     if why := _unknown(config["architectures"][0]):
         return fail("model", f"{folder}: {why}", "give --model a model of an architecture that is known")
+    if why := _broken(folder):
+        return fail("model", str(why), "copy the weights again")
     if not _has_template(folder):
         return warn("model", f"{folder}: {architecture}, no chat template", "chat requests will be refused")
     return ok("model", f"{folder}: {architecture}")
@@ -34,20 +37,36 @@ def model(folder: Path | None) -> Finding:
 
 def _unknown(architecture: str) -> Exception | None:
     """What the engine has against an architecture; nothing where no engine is installed."""
+    config = _engine("config")
+    unknown: Exception | None = config and config.unknown_architecture(architecture)
+    return unknown
+
+
+def _broken(folder: Path) -> Exception | None:
+    """What is wrong with the weights; nothing where no engine is installed."""
+    weights, errors = _engine("whole_weights"), _engine("errors")
+    if weights is None or errors is None:
+        return None
     try:
-        config = importlib.import_module("kvferry_engine.config")
+        weights.check_whole(folder)
+    except errors.ModelError as error:
+        found: Exception = error
+        return found
+    return None
+
+
+def _engine(module: str) -> Any:  # noqa: ANN401  # a module, or None
+    """Return a module of the engine, which a client does without."""
+    try:
+        return importlib.import_module(f"kvferry_engine.{module}")
     except ImportError:
         return None
-    unknown: Exception | None = config.unknown_architecture(architecture)
-    return unknown
 
 
 def _default() -> Finding:
     """The default model, which is made when it is first needed."""
-    try:
-        # The engine is optional here: a client has none.
-        engine = importlib.import_module("kvferry_engine.default_model")
-    except ImportError:
+    engine = _engine("default_model")
+    if engine is None:
         return warn("model", "the default model needs the engine", "pip install 'kvferry[worker]', or give --model")
     folder = engine.models_folder() / engine.NAME
     if engine.is_whole(folder):

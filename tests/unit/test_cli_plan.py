@@ -212,12 +212,14 @@ async def test_a_redis_of_our_own_comes_first_unless_one_is_named(tmp_path, nowh
     assert specs[0].env["KVFERRY_REDIS_URL"] == "redis://elsewhere:6379/0"
 
 
-async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, nowhere):
+@pytest.mark.parametrize(("level", "words"), [("", "another with --port$"), ("1", 'another with ARGS="--port ..."$')])
+async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, nowhere, monkeypatch, level, words):
+    monkeypatch.setenv("MAKELEVEL", level)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         options = ClusterOptions(model=tmp_path, port=port)
         async with httpx.AsyncClient(verify=False) as client:
-            with pytest.raises(click.ClickException, match=f"port {port} on 127.0.0.1 is in use: .* --port"):
+            with pytest.raises(click.ClickException, match=f"port {port} on 127.0.0.1 is in use: choose {words}"):
                 plan(options, tmp_path, client)
         assert not is_free("127.0.0.1", port)
 
@@ -230,7 +232,8 @@ async def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path, now
         ("nosuch.invalid", "nosuch.invalid can't be resolved"),
     ],
 )
-async def test_a_host_that_cannot_be_served_at_is_said_as_such(tmp_path, nowhere, host, words):
+async def test_a_host_that_cannot_be_served_at_is_said_as_such(tmp_path, nowhere, monkeypatch, host, words):
+    monkeypatch.delenv("MAKELEVEL", raising=False)
     async with httpx.AsyncClient(verify=False) as client:
         with pytest.raises(click.ClickException, match=f"{words}.* choose another with --host"):
             plan(ClusterOptions(model=tmp_path, host=host), tmp_path, client)

@@ -7,6 +7,7 @@ import sys
 import click.testing
 import pytest
 from kvferry.cli import INTERRUPTED, root
+from kvferry.cli.up.log_folder import owned
 from kvferry.cli.up.plan import ClusterOptions, http_probe
 from kvferry.cli.up.ports import pick
 from kvferry.cli.up.run import RunOptions, run
@@ -72,6 +73,17 @@ async def test_a_cluster_that_does_not_come_up_shows_the_last_words_and_ends_wit
     assert await start("import sys; sys.exit('no such model [at all]')", oneshot=True) == 1
     assert "router ended with status 1 while starting" in out.getvalue()
     assert "no such model [at all]" in out.getvalue()
+
+
+async def test_the_logs_of_another_cluster_that_runs_are_left_alone(up, tmp_path):
+    """Two that start within a second on one port both find it free."""
+    start, _ = up
+    with owned(tmp_path / "logs"):
+        (tmp_path / "logs" / "router.log").write_text("theirs")
+        with pytest.raises(click.ClickException, match=r"another kvferry up writes its logs to .*logs: .*--port"):
+            await start(ROUTER, "All is well.", "200", oneshot=True)
+        assert (tmp_path / "logs" / "router.log").read_text() == "theirs"
+    assert await start(ROUTER, "All is well.", "200", oneshot=True) == 0
 
 
 async def test_a_signal_while_starting_ends_it(up):

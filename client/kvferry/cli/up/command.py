@@ -1,7 +1,6 @@
 """The options of `kvferry up`."""
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,18 +12,13 @@ from rich.console import Console
 from kvferry.cli.model import prepare
 from kvferry.cli.up.check import checked, redis_refusal
 from kvferry.cli.up.demo import PROMPT
+from kvferry.cli.up.log_folder import default_log_dir
 from kvferry.cli.up.plan import ROLES, ClusterOptions
 from kvferry.cli.up.redis import configured_url, unreachable
 from kvferry.cli.up.run import RunOptions, run
 
 READY_SECONDS = 180.0
 ENV_PREFIX = "KVFERRY_UP"
-
-
-def _log_dir(port: int) -> Path:
-    """Logs stay after the end, so they do not belong into a temporary folder; one folder per port, made anew."""
-    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(state) / "kvferry" / "logs" / str(port)
 
 
 def _passed(flag: str, metavar: str, text: str) -> Callable[[FC], FC]:
@@ -121,7 +115,7 @@ def command(ctx: click.Context, /, **given: object) -> None:
     extra = {role: list(given.pop(f"{role}_arg")) for role in ROLES}  # type: ignore[call-overload]  # a tuple of texts
     faults = {role: str(fault) for role in ROLES if (fault := given.pop(f"fault_{role}"))}
     running = {name: given.pop(name) for name in ("demo", "oneshot", "prompt", "ready_seconds")}
-    log_dir = given.pop("log_dir") or _log_dir(int(str(given["port"])))
+    log_dir = given.pop("log_dir") or default_log_dir(int(str(given["port"])))
     cluster = ClusterOptions(model=model, extra=extra, faults=faults, **given)  # type: ignore[arg-type]  # click checked
     options = RunOptions(cluster=checked(cluster), log_dir=log_dir, **running)  # type: ignore[arg-type]
     ctx.exit(asyncio.run(run(options, console)))

@@ -16,6 +16,8 @@ from rich.markup import escape
 from kvferry.cli import INTERRUPTED
 from kvferry.cli.up.child import Child
 from kvferry.cli.up.demo import DemoError, demo
+from kvferry.cli.up.flags import flag
+from kvferry.cli.up.log_folder import owned
 from kvferry.cli.up.plan import ClusterOptions, service_specs
 from kvferry.cli.up.ports import pick, refusal
 from kvferry.cli.up.redis import configured_url, redis_spec, socket_url
@@ -44,7 +46,7 @@ def plan(options: ClusterOptions, folder: Path, client: httpx.AsyncClient) -> li
     """Describe all children. Raises ClickException for a port that can't be taken, or a Redis that can't be had."""
     for port, name in ((options.port, "--port"), (options.zmq_port, "--zmq-port")):
         if refused := refusal(options.host, port):
-            msg = f"{refused.text}: choose another with {'--host' if refused.of_host else name}"
+            msg = f"{refused.text}: choose another with {flag('--host' if refused.of_host else name)}"
             raise click.ClickException(msg)
     url = configured_url()
     try:
@@ -57,15 +59,12 @@ def plan(options: ClusterOptions, folder: Path, client: httpx.AsyncClient) -> li
 
 async def run(options: RunOptions, console: Console, planner: Planner = plan) -> int:
     """Run until a signal comes (or, for a one-shot, until the answer); returns the exit status."""
-    try:
-        options.log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        msg = f"--log-dir: {options.log_dir} can't be made: {error.strerror}"
-        raise click.ClickException(msg) from error
     with ExitStack() as stack:
         folder = stack.enter_context(workspace())
         async with httpx.AsyncClient(trust_env=False) as client:
             specs = planner(options.cluster, folder, client)
+            # After the ports: that one of them is taken says more than that its owner's logs are.
+            stack.enter_context(owned(options.log_dir))
             return await _Run(options, console, client, specs).all()
 
 

@@ -2,28 +2,39 @@
 
 from collections.abc import Callable
 
+from kvferry_proto.codec import MAX_FRAME_BYTES
 from kvferry_proto.errors import ErrorCode
 from kvferry_proto.nodes import NodeRecord
+from kvferry_proto.page_table import ENTRY_INTS
 
 from kvferry_router.bad_request import BadRequest
 
+MESSAGE_TOKENS = MAX_FRAME_BYTES // 4
+"""Token ids that a message carries: an Assign has the prompt, and a replay's what was answered too."""
+
 
 def context_limit(decoders: list[NodeRecord], trained: int) -> int:
-    """Return the tokens of prompt and answer together that every live decoder takes.
+    """Return the tokens of prompt and answer together that every live decoder takes, and a message carries.
 
     `trained`: what the model folder says, or 0; it counts while no decoder is up.
     """
     limits = [limit for decoder in decoders for limit in _limits(decoder)]
-    return min(limits or [trained or 1 << 31])
+    return min(MESSAGE_TOKENS, *(limits or [trained or MESSAGE_TOKENS]))
 
 
 def _limits(decoder: NodeRecord) -> list[int]:
-    return [limit for limit in (decoder.max_context, _room(decoder)) if limit]
+    return [limit for limit in (decoder.max_context, _room(decoder), _table_room(decoder)) if limit]
 
 
 def _room(decoder: NodeRecord) -> int:
     """Tokens that all its KV pages hold."""
     return decoder.total_pages * decoder.layout.page_size if decoder.layout is not None else 0
+
+
+def _table_room(decoder: NodeRecord) -> int:
+    """Tokens whose page table a message carries; beyond MESSAGE_TOKENS but for the smallest pages."""
+    pages = MAX_FRAME_BYTES // (4 * ENTRY_INTS)
+    return pages * decoder.layout.page_size if decoder.layout is not None else 0
 
 
 class Limits:
@@ -68,4 +79,6 @@ class Limits:
         """What it is that ends at `limit` tokens. Decoders' `max_context` is cut to their pages already."""
         if limit < self._trained and limit in map(_room, self._decoders()):
             return f"a decoder's KV memory of {limit} tokens (--kv-memory; this model's own context is {self._trained})"
+        if limit != self._trained and limit in (MESSAGE_TOKENS, *map(_table_room, self._decoders())):
+            return f"a message between nodes, of at most {limit} tokens,"
         return f"this model's context of {limit} tokens"

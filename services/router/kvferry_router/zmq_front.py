@@ -1,6 +1,7 @@
 """The ZeroMQ front: Generate and CancelGenerate come in, Delta, Completed and Failed go out."""
 
 import asyncio
+from collections.abc import Iterable
 
 from kvferry_node.channels import Origin
 from kvferry_node.errors import ChannelError, QueueFull
@@ -10,10 +11,11 @@ from kvferry_proto.errors import HTTP_STATUS, ErrorCode, KvferryError
 from kvferry_proto.ints import Int32s
 from kvferry_proto.message import Message, Refused
 from kvferry_proto.timeline import now
-from kvferry_proto.to_client import Completed, Delta, Failed
+from kvferry_proto.to_client import Completed, Failed
 from kvferry_proto.to_router import CancelGenerate, Generate
 
 from kvferry_router.bad_request import BadRequest
+from kvferry_router.deltas import deltas
 from kvferry_router.dispatch import Dispatcher
 from kvferry_router.handle import RequestHandle
 from kvferry_router.job import Job, Outcome, TokenEvent
@@ -106,26 +108,27 @@ class ZmqFront:
             if session.cancelled:
                 session.handle.cancel()
             async for item in session.handle:
-                await self._send(session, self._reply(session, item))
+                for reply in self._replies(session, item):
+                    await self._send(session, reply)
         except KvferryError as failure:
             await self._send(session, Failed(id=session.id, error=failure.error))
             return failure.error.status
         return 200
 
-    def _reply(self, session: _Session, item: TokenEvent | Outcome) -> Message:
+    def _replies(self, session: _Session, item: TokenEvent | Outcome) -> Iterable[Message]:
         if isinstance(item, TokenEvent):
-            ids = Int32s(item.token_ids)
-            return Delta(id=session.id, text=item.text, token_ids=ids, logprobs=item.logprobs)
-        return Completed(
+            return deltas(session.id, item)
+        completed = Completed(
             id=session.id,
             finish_reason=item.finish_reason,
             usage=item.usage,
             timeline=item.timeline,
             model=self._model,
         )
+        return [completed]
 
     async def _send(self, session: _Session, message: Message) -> None:
-        """Send; while the client's queue is full, wait: what comes meanwhile is joined into one Delta."""
+        """Send; while the client's queue is full, wait: what comes meanwhile is joined."""
         deadline = asyncio.get_running_loop().time() + self._stall_seconds
         while True:
             try:

@@ -464,8 +464,10 @@ async def test_what_is_no_request_at_all(cluster):
     assert "not UTF-8: byte 0xff at offset 12" in answer.json()["error"]["message"]
     await refused(400, "bad_request", content=b'{"prompt": "x", "seed": 99999999999999999999999}')
     await refused(400, "bad_request", json={})
-    await refused(404, "not_found", path="/v1/nothing")
-    await refused(405, "method_not_allowed", method="GET")
+    answer = await refused(404, "not_found", path="/chat/completions")
+    assert "POST /chat/completions: no such path; there are /v1/models," in answer.json()["error"]["message"]
+    answer = await refused(405, "method_not_allowed", method="GET")
+    assert answer.json()["error"]["message"] == "GET /v1/completions: this path takes POST"
     await refused(404, "model_not_found", json={"model": "gpt-9", "prompt": "x"})
     await refused(404, "model_not_found", method="GET", path="/v1/models/gpt-9")
     await refused(413, "request_too_large", content=b" " * (9 << 20))

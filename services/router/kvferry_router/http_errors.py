@@ -16,6 +16,13 @@ _TYPES = {
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
 }
 _CODES = {404: "not_found", 405: "method_not_allowed", 413: "request_too_large"}
+_ADVICE = {
+    404: "no such path; there are /v1/models, /v1/completions and /v1/chat/completions, and /health, /ready, /metrics, "
+    "/state",
+    405: "this path takes {allowed}",
+}
+_PATH = 200
+"""Characters of a path that an error quotes."""
 _RETRY_LATER = {HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE}
 
 
@@ -49,12 +56,16 @@ def error_response(failure: KvferryError) -> Response:
     return OrjsonResponse(envelope(error), status_code=error.status, headers=headers)
 
 
-async def http_exception(_request: Request, error: Exception) -> Response:
+async def http_exception(request: Request, error: Exception) -> Response:
     """Put starlette's own refusals (404, 405, 413) into the envelope."""
     assert isinstance(error, HTTPException)
+    detail = _ADVICE.get(error.status_code, error.detail)
+    if error.status_code in _ADVICE:
+        allowed = (error.headers or {}).get("Allow", "")
+        detail = f"{request.method} {request.url.path[:_PATH]}: {detail.format(allowed=allowed)}"
     code = _CODES.get(error.status_code, "http_error")
     return OrjsonResponse(
-        _envelope(error.detail, error.status_code, code), status_code=error.status_code, headers=error.headers
+        _envelope(detail, error.status_code, code), status_code=error.status_code, headers=error.headers
     )
 
 

@@ -120,6 +120,30 @@ def test_a_redis_that_lets_nobody_in_is_said_before_anything_starts(nowhere, mon
     assert "secret" not in result.output
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("PORT", "x"), ("PORT", "70000"), ("ZMQ_PORT", "0"), ("MODEL", "/nowhere")]
+)
+def test_a_value_from_the_environment_is_refused_with_its_variables_name(monkeypatch, name, value):
+    monkeypatch.setenv(f"KVFERRY_UP_{name}", value)
+    result = click.testing.CliRunner().invoke(up.command, [])
+    assert result.exit_code == 2
+    assert f"(from the environment variable KVFERRY_UP_{name})" in result.output
+    flag = f"--{name.lower().replace('_', '-')}"
+    assert "environment" not in click.testing.CliRunner().invoke(up.command, [flag, value]).output
+
+
+@pytest.mark.parametrize("provider", ["shm", "local"])
+def test_what_shm_can_do_to_others_is_said_where_it_is_asked_for(tiny_model, monkeypatch, nowhere, provider):
+    async def nothing(*_):
+        return 0
+
+    monkeypatch.setattr(up, "checked", lambda cluster: cluster)
+    monkeypatch.setattr(up, "run", nothing)
+    result = click.testing.CliRunner().invoke(up.command, ["--model", str(tiny_model), "--provider", provider])
+    assert result.exit_code == 0
+    assert ("--provider local does" in result.output) == (provider == "shm")
+
+
 def test_mixed_with_prefillers_is_refused():
     result = click.testing.CliRunner().invoke(up.command, ["--mixed", "--prefillers", "1"])
     assert result.exit_code == 2

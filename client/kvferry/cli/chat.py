@@ -8,6 +8,7 @@ from rich.console import Console
 
 from kvferry.answer import Completion
 from kvferry.ask import Ask
+from kvferry.cli.environment import FromEnvironment
 from kvferry.cli.timeline import table
 from kvferry.client import Client
 from kvferry.errors import KvferryClientError
@@ -51,7 +52,7 @@ class Chat:
             self._console.print(table(self.last.timeline, self.last.usage))
 
 
-@click.command(context_settings={"auto_envvar_prefix": "KVFERRY_CHAT", "show_default": True})
+@click.command(cls=FromEnvironment, context_settings={"auto_envvar_prefix": "KVFERRY_CHAT", "show_default": True})
 @click.option("--endpoint", default=DEFAULT_ENDPOINT, help="ZeroMQ endpoint of a router.")
 @click.option("--once", metavar="TEXT", default=None, help="Say this, print the answer and end.")
 @click.option("--model", default="", help="Name of the model; empty takes whatever is served.")

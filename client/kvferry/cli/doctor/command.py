@@ -14,6 +14,7 @@ from kvferry.cli.doctor.finding import Finding, Level
 from kvferry.cli.doctor.model import model as check_model
 from kvferry.cli.doctor.ports import ports
 from kvferry.cli.doctor.topology import topology as read_topology
+from kvferry.cli.environment import FromEnvironment
 from kvferry.cli.up.redis import configured_url
 
 STYLES = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "bold red"}
@@ -37,7 +38,7 @@ def examine(model: Path | None, host: str, http_port: int, zmq_port: int) -> lis
     ]
 
 
-@click.command(context_settings={"auto_envvar_prefix": "KVFERRY_DOCTOR", "show_default": True})
+@click.command(cls=FromEnvironment, context_settings={"auto_envvar_prefix": "KVFERRY_DOCTOR", "show_default": True})
 @click.option("--model", type=click.Path(path_type=Path), default=None, help="Model folder to look at.")
 @click.option("--host", default="127.0.0.1", help="Address that the router will bind to.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8000, help="Port of the OpenAI HTTP API.")

@@ -9,6 +9,7 @@ from click.decorators import FC
 from kvferry_proto.redis_url import without_password
 from rich.console import Console
 
+from kvferry.cli.environment import FromEnvironment
 from kvferry.cli.model import prepare
 from kvferry.cli.up.check import checked, redis_refusal
 from kvferry.cli.up.demo import PROMPT
@@ -19,6 +20,7 @@ from kvferry.cli.up.run import RunOptions, run
 
 READY_SECONDS = 180.0
 ENV_PREFIX = "KVFERRY_UP"
+SHM = "Over shm a process that is killed can hang others for good; --provider local does the same without that."
 
 
 def _passed(flag: str, metavar: str, text: str) -> Callable[[FC], FC]:
@@ -26,7 +28,7 @@ def _passed(flag: str, metavar: str, text: str) -> Callable[[FC], FC]:
     return click.option(flag, default=None, metavar=metavar, help=f"{text} [default: the services' own]")
 
 
-@click.command(context_settings={"auto_envvar_prefix": ENV_PREFIX, "show_default": True})
+@click.command(cls=FromEnvironment, context_settings={"auto_envvar_prefix": ENV_PREFIX, "show_default": True})
 @click.option(
     "--model",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
@@ -118,6 +120,8 @@ def command(ctx: click.Context, /, **given: object) -> None:
     log_dir = given.pop("log_dir") or default_log_dir(int(str(given["port"])))
     cluster = ClusterOptions(model=model, extra=extra, faults=faults, **given)  # type: ignore[arg-type]  # click checked
     options = RunOptions(cluster=checked(cluster), log_dir=log_dir, **running)  # type: ignore[arg-type]
+    if cluster.provider == "shm":
+        console.print(SHM, style="yellow", soft_wrap=True)
     ctx.exit(asyncio.run(run(options, console)))
 
 

@@ -9,9 +9,10 @@ import tiny_deepseek
 import torch
 from engine_runner import Runner, close, tokens_of
 from kvferry_engine import decode_graphs
-from kvferry_engine.attention import flashinfer_cuda
+from kvferry_engine.attention import flashinfer_cuda, flashinfer_latent
 from kvferry_engine.attention.choice import attention_for
-from kvferry_engine.attention.flashinfer_cuda import FlashInferAttention, paged_rows, supports
+from kvferry_engine.attention.flashinfer_cuda import FlashInferAttention, supports
+from kvferry_engine.attention.flashinfer_pages import paged_rows
 from kvferry_engine.attention.torch_cpu import TorchAttention
 from kvferry_engine.batch import ForwardBatch, SequenceSlice
 from kvferry_engine.config import ModelConfig
@@ -137,7 +138,7 @@ def test_pages_and_rows_mean_what_plain_torch_computes(tmp_path, stand_in, kv_he
 
 def test_latents_mean_what_plain_torch_computes(tmp_path, stand_in, monkeypatch) -> None:
     tiny_deepseek.save(tiny_deepseek.build(), tmp_path)
-    monkeypatch.setattr(flashinfer_cuda, "LATENT_DIMS", (16, 8))
+    monkeypatch.setattr(flashinfer_latent, "LATENT_DIMS", (16, 8))
     backend = FlashInferAttention(ModelConfig.from_folder(tmp_path), ALONE, "cpu")
     run_both(tmp_path, backend)
     assert backend._latent_wrapper.calls > 0

@@ -1,7 +1,7 @@
 """Attention over the paged cache with FlashInfer, for GPUs.
 
 Its kernels read keys and values through strides, as two views of our pages [page][kv head][K/V][token][dim]: each is
-[page][kv head][token][dim], dense in the last dimension, which FlashInfer calls HND. Latents are read where they lie.
+[page][kv head][token][dim], dense in the last dimension, which FlashInfer calls HND.
 Written after FlashInfer's documentation and sources (0.7.4); docs/hardware.md says what has met a GPU.
 """
 
@@ -9,13 +9,14 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from kvferry_engine.attention import AttentionPlan, LatentHeads, LatentPlan
+from kvferry_engine.attention import AttentionPlan, LatentPlan
+from kvferry_engine.attention.flashinfer_latent import LatentFlashInferPlan, supports_latents
+from kvferry_engine.attention.flashinfer_pages import PagedRows, paged_rows, starts, views
 from kvferry_engine.attention.latent_cpu import LatentTorchPlan
 from kvferry_engine.attention.torch_cpu import TorchPlan
 from kvferry_engine.batch import ForwardBatch, Ints
@@ -26,33 +27,13 @@ from kvferry_engine.shard import Shard
 WORKSPACE_BYTES = 128 << 20
 HEAD_DIMS = {64, 128, 256}
 DTYPES = {torch.bfloat16, torch.float16}
-LATENT_DIMS = (512, 64)
-"""Elements of a latent and of the turned part of the key that its kernel for them is made for."""
-
-
-class PagedRows(NamedTuple):
-    """Pages of some sequences, as FlashInfer wants them: int32 each."""
-
-    starts: NDArray[np.int32]
-    """Where each sequence's pages begin among `pages`, and where the last ends, [B + 1]."""
-    pages: NDArray[np.int32]
-    last: NDArray[np.int32]
-    """Tokens in each sequence's last page, [B]; 1 to the page size."""
-
-
-def paged_rows(batch: ForwardBatch, members: Ints) -> PagedRows:
-    """Gather the pages of `members`, indices of sequences of the batch."""
-    counts = -(-batch.kv_lens[members] // batch.page_size)
-    held = np.arange(batch.page_table.shape[1]) < counts[:, None]
-    last = batch.kv_lens[members] - (counts - 1) * batch.page_size
-    return PagedRows(_starts(counts), batch.page_table[members][held].astype(np.int32), last.astype(np.int32))
 
 
 def supports(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Whether its kernels have this model's shape."""
     latent = config.latent
     if latent is not None:
-        return dtype in DTYPES and (latent.rank, latent.rope_dim) == LATENT_DIMS
+        return dtype in DTYPES and supports_latents(latent)
     return dtype in DTYPES and config.head_dim in HEAD_DIMS
 
 
@@ -120,7 +101,7 @@ class FlashInferAttention:
     def _plan_prefill(self, batch: ForwardBatch, pool: KVPool, members: Ints) -> None:
         rows, layout, dtype = paged_rows(batch, members), pool.layout, pool.tensor.dtype
         self._prefill.plan(
-            torch.from_numpy(_starts(batch.q_lens[members])),
+            torch.from_numpy(starts(batch.q_lens[members])),
             torch.from_numpy(rows.starts),
             torch.from_numpy(rows.pages).to(pool.tensor.device),
             torch.from_numpy(rows.last),
@@ -157,7 +138,7 @@ class FlashInferPlan:
 
     def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend from q [T, heads, D] to its sequences' tokens up to its own; the same shape, dense."""
-        cache = _views(self._pool, layer)
+        cache = views(self._pool, layer)
         if len(self._groups) == 1:
             out: torch.Tensor = self._groups[0][0].run(q.contiguous(), cache)
             return out
@@ -199,52 +180,8 @@ class FlashInferDecode:
 
     def run(self, layer: int, q: torch.Tensor) -> torch.Tensor:
         """Attend from q [T, heads, D] to its sequences' tokens up to its own; the same shape, dense."""
-        out: torch.Tensor = self._wrapper.run(q.contiguous(), _views(self._pool.tensor, layer))
+        out: torch.Tensor = self._wrapper.run(q.contiguous(), views(self._pool.tensor, layer))
         return out
-
-
-class LatentFlashInferPlan:
-    """One step's latent attention, one token of each sequence, over latents as they are kept."""
-
-    def __init__(self, batch: ForwardBatch, pool: KVPool, wrapper: Any, heads: int) -> None:  # noqa: ANN401
-        self._writes = LatentTorchPlan(batch, pool, attends=False)
-        self._pages = pool.tensor[:, :, 0, 0]  # [layer][page][token][latent and turned part]
-        self._wrapper, self._heads = wrapper, heads
-        self._batch, self._page_size = batch, pool.layout.page_size
-        self._planned = False
-
-    def append(self, layer: int, latents: torch.Tensor) -> None:
-        """Write latents [T, R + P] to their places."""
-        self._writes.append(layer, latents)
-
-    def run(self, layer: int, q: torch.Tensor, heads: LatentHeads) -> torch.Tensor:
-        """Attend from q [T, H, query dim]; returns [T, H, value dim]."""
-        if not self._planned:  # the scale, which is part of the plan, is the heads'
-            self._plan(heads.scale)
-        rank = LATENT_DIMS[0]
-        absorbed, pages = heads.absorb(q), self._pages[layer]
-        mixed = self._wrapper.run(
-            absorbed[..., :rank].contiguous(), absorbed[..., rank:].contiguous(), pages[..., :rank], pages[..., rank:]
-        )
-        return heads.values(mixed)
-
-    def _plan(self, scale: float) -> None:
-        batch, device, dtype = self._batch, self._pages.device, self._pages.dtype
-        rows = paged_rows(batch, np.arange(len(batch)))
-        self._wrapper.plan(
-            torch.arange(len(batch) + 1, dtype=torch.int32, device=device),
-            torch.from_numpy(rows.starts).to(device),
-            torch.from_numpy(rows.pages).to(device),
-            torch.from_numpy(batch.kv_lens.astype(np.int32)).to(device),
-            self._heads,
-            *LATENT_DIMS,
-            self._page_size,
-            causal=True,
-            sm_scale=scale,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-        )
-        self._planned = True
 
 
 def plan_decode(wrapper: Any, rows: PagedRows, heads: int, pool: KVPool) -> None:  # noqa: ANN401
@@ -261,15 +198,6 @@ def plan_decode(wrapper: Any, rows: PagedRows, heads: int, pool: KVPool) -> None
         q_data_type=dtype,
         kv_data_type=dtype,
     )
-
-
-def _views(pool: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of a layer, [page][kv head][token][dim]."""
-    return pool[layer, :, :, 0], pool[layer, :, :, 1]
-
-
-def _starts(counts: Ints) -> NDArray[np.int32]:
-    return np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
 
 
 def _rows(batch: ForwardBatch, members: Ints) -> Ints:

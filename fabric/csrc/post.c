@@ -11,7 +11,7 @@
 #include <stdio.h>
 
 #define TURN_WRITES 128 /* of one transfer, before the next has its turn */
-#define TURNS 4                /* in a window of outstanding bytes */
+#define TURNS 3 /* in a window of outstanding bytes; each ends with a confirmation, which takes the receiver some us */
 #define LITTLE_BYTES (256u << 10) /* a transfer with no more than this left goes first */
 #define RESERVE 4 /* one in so many writes is kept for transfers that have little left */
 

@@ -127,7 +127,8 @@ def test_a_value_from_the_environment_is_refused_with_its_variables_name(monkeyp
     monkeypatch.setenv(f"KVFERRY_UP_{name}", value)
     result = click.testing.CliRunner().invoke(up.command, [])
     assert result.exit_code == 2
-    assert f"(from the environment variable KVFERRY_UP_{name})" in result.output
+    assert f" (from the environment variable KVFERRY_UP_{name})" in result.output
+    assert ". (from" not in result.output
     flag = f"--{name.lower().replace('_', '-')}"
     assert "environment" not in click.testing.CliRunner().invoke(up.command, [flag, value]).output
 

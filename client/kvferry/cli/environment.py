@@ -15,5 +15,5 @@ class FromEnvironment(click.Command):
             name = error.param.name if error.param is not None else None
             if name is None or ctx.get_parameter_source(name) is not ParameterSource.ENVIRONMENT:
                 raise
-            msg = f"{error.message} (from the environment variable {ctx.auto_envvar_prefix}_{name.upper()})"
+            msg = f"{error.message.rstrip('.')} (from the environment variable {ctx.auto_envvar_prefix}_{name.upper()})"
             raise click.BadParameter(msg, ctx, error.param, error.param_hint) from None

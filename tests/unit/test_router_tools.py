@@ -4,11 +4,13 @@ import itertools
 import json
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvferry_engine.grammar import GrammarCompiler, make_tokenizer
 from kvferry_router.answer import GrowingAnswer
+from kvferry_router.bad_request import BadRequest
 from kvferry_router.chat_template import ChatTemplate
 from kvferry_router.chat_turns import template_tools, template_turns
 from kvferry_router.job import TokenEvent
@@ -28,6 +30,9 @@ from tokenizers import Tokenizer as Encoder
 
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": "</tool_cal>"}}\n</tool_call>'
 TWO = '<tool_call>{"name":"g","arguments":{}}</tool_call>'
+DEEP = '{"a":' * 300 + "{}" + "}" * 300
+"""orjson reads it, and does not write it."""
+DEEP_CALL = f'<tool_call>{{"name": "f", "arguments": {DEEP}}}</tool_call>'
 BROKEN = '<tool_call>{"name": "f"}</tool_call>'
 NOTHING = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
 CALLS = [
@@ -36,6 +41,7 @@ CALLS = [
     (f"Let me see.\n{ONE}\n{TWO}\n", "Let me see.", ["f", "g"]),
     (f"{ONE} and more", " and more", ["f"]),
     (f"x{BROKEN}{TWO}", f"x{BROKEN}", ["g"]),
+    (f"{DEEP_CALL}{TWO}", DEEP_CALL, ["g"]),
     ("Wait. <tool_call>not closed", "Wait.", []),
     ('<tool_call>\n{"name": "f", "arguments": {"a": "x', "", []),
     (f'{ONE}\n<tool_call>\n{{"name": "f", "argu', "", ["f"]),
@@ -116,6 +122,32 @@ def test_a_template_that_knows_tools_gets_objects():
     assert '"name": "weather"' in text
     assert '"tool_calls": [{"type": "function", "function": {"name": "nothing", "arguments": {"a": 1}}}]' in text
     assert '"role": "tool", "content": "sunny", "tool_call_id": "c1"' in text
+
+
+@pytest.mark.parametrize("depth", [250, 300, 1000])
+@pytest.mark.parametrize("choice", ["auto", "required"])
+@pytest.mark.parametrize("native", [False, True])
+async def test_what_is_nested_too_deeply_is_refused_by_its_name(tmp_path, depth, choice, native):
+    folder = make_model_folder(tmp_path)
+    text = load_model_text(folder)
+    if native:
+        source = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m | tojson }}{% endfor %}"
+        text = msgspec.structs.replace(text, template=ChatTemplate(source, {}))
+    maker = JobMaker(RouterSettings(model=str(folder)), text, Limits(list, 65536))
+    deep = '{"a":' * depth + "{}" + "}" * depth
+    function, calls = {"name": "f", "parameters": 0}, [{"function": {"name": "f", "arguments": deep}}]
+    tools = {"messages": MESSAGES, "tools": [{"type": "function", "function": function}], "tool_choice": choice}
+    for field, body in (
+        ("tools", json.dumps(tools).replace('"parameters": 0', f'"parameters": {deep}')),
+        ("messages[0].tool_calls", json.dumps({"messages": [{"role": "assistant", "tool_calls": calls}]})),
+    ):
+        asked = parse(body.encode(), ChatRequest)
+        if depth < 254:
+            await maker.chat(asked, 0)
+            continue
+        with pytest.raises(BadRequest, match="nested too deeply") as refused:
+            await maker.chat(asked, 0)
+        assert refused.value.error.param == field
 
 
 def test_any_other_template_gets_them_as_text():

@@ -89,7 +89,13 @@ def _call(function: FunctionCall, where: str) -> Json:
     except orjson.JSONDecodeError as error:
         msg = f"{where}.tool_calls: the arguments of {function.name!r} are no JSON: {error}"
         raise BadRequest(msg, f"{where}.tool_calls") from None
-    return {"name": function.name, "arguments": arguments}
+    call = {"name": function.name, "arguments": arguments}
+    try:
+        orjson.dumps(call)
+    except TypeError:
+        msg = f"{where}.tool_calls: the arguments of {function.name!r} are nested too deeply"
+        raise BadRequest(msg, f"{where}.tool_calls") from None
+    return call
 
 
 def _content(turn: Turn, where: str) -> str:

@@ -88,14 +88,15 @@ class ToolCallParser:
 
     def _call(self, text: str) -> ToolCall | None:
         try:
-            value = orjson.loads(text)
-        except orjson.JSONDecodeError:
+            match orjson.loads(text):
+                case {"name": str(name), "arguments": dict(arguments)}:
+                    call = ToolCall(self.count, name, orjson.dumps(arguments).decode())
+                case _:
+                    return None
+        except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # the latter: nested more deeply than it writes
             return None
-        match value:
-            case {"name": str(name), "arguments": dict(arguments)}:
-                self.count += 1
-                return ToolCall(self.count - 1, name, orjson.dumps(arguments).decode())
-        return None
+        self.count += 1
+        return call
 
 
 def _without_half_a_tag(text: str, least: int) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
+import msgspec
 import orjson
 from kvferry_proto.grammar import WHITESPACE, Grammar
 
@@ -27,7 +28,17 @@ def tools_of(request: ChatRequest) -> list[Tool]:
     if isinstance(choice, NamedChoice) and choice.function.name not in names:
         msg = f"tool_choice: no tool is named {choice.function.name!r}"
         raise BadRequest(msg, "tool_choice")
+    _check_depth(tools)
     return [] if choice == "none" else tools
+
+
+def _check_depth(tools: list[Tool]) -> None:
+    """Raise BadRequest for tools that were read, but are nested more deeply than orjson writes."""
+    try:
+        orjson.dumps(msgspec.to_builtins(tools))
+    except (TypeError, RecursionError):
+        msg = "tools: the parameters of a function are nested too deeply"
+        raise BadRequest(msg, "tools") from None
 
 
 def tool_grammar(request: ChatRequest, special: Collection[str] = ()) -> Grammar | None:

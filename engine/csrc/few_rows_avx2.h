@@ -21,13 +21,17 @@ static inline vec odd_of(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_and_si256(_mm256_loadu_si256((const __m256i *)p), odd));
 }
 
-static void spread(const uint16_t *x, float *y, int64_t size) {
-  int64_t i = 0;
-  for (; i + STEP <= size; i += STEP) {
-    v_store(y + i, even_of(x + i));
-    v_store(y + i + LANES, odd_of(x + i));
+/* Rows in float32, spread. */
+static void arrange(const uint16_t *x, void *to, int64_t rows, int64_t inputs) {
+  float *y = to;
+  for (int64_t r = 0; r < rows; r++, x += inputs, y += inputs) {
+    int64_t i = 0;
+    for (; i + STEP <= inputs; i += STEP) {
+      v_store(y + i, even_of(x + i));
+      v_store(y + i + LANES, odd_of(x + i));
+    }
+    for (; i < inputs; i++) y[i] = widened(x[i]);
   }
-  for (; i < size; i++) y[i] = widened(x[i]);
 }
 
 static inline __attribute__((always_inline)) void fetch(const uint16_t *p, int ahead) {

@@ -2,9 +2,12 @@
  * extension cannot be loaded then, and torch computes. */
 #include "kernels.h"
 
+#include <cpuid.h>
 #include <omp.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include "level.h"
 
@@ -12,6 +15,7 @@
 #define MOST_SCORED 32   /* rows that are scored together */
 #define PIECES 4         /* of a product of many rows for a thread, so that all end at about the same time */
 #define LEAST_ROWS 96    /* of a piece: packing its weights costs as much as multiplying them with 15 */
+#define LINE 64
 #define ELEMENTS 16384   /* fewer are not worth waking a thread */
 #define ATTENDED 524288  /* nor is attending to fewer, of keys by the elements of query heads: 60 us on one thread */
 
@@ -19,16 +23,25 @@
 
 static const KvLevel *level;
 
+/* Whether the processor has tiles of bfloat16, and Linux lets this process use them. */
+static int tiles(void) {
+  enum { BF16 = 1 << 22, TILE = 1 << 24, ASK = 0x1023, TILE_DATA = 18 };
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & BF16) || !(d & TILE)) return 0;
+  return syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+}
+
 static int best(void) {
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
   int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
              __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
              __builtin_cpu_supports("avx512bf16");
-  return wide ? 2 : 1;
+  return !wide ? 1 : tiles() ? 3 : 2;
 }
 
+static const KvLevel *const levels[] = {NULL, &kv_avx2, &kv_avx512, &kv_amx};
+
 int kv_limit_level(int limit) {
-  static const KvLevel *const levels[] = {NULL, &kv_avx2, &kv_avx512};
   int used = best() < limit ? best() : limit;
   level = levels[used];
   return used;
@@ -36,7 +49,19 @@ int kv_limit_level(int limit) {
 
 const KvLevel *kv_used_level(void) { return level; }
 
-int kv_level(void) { return level == &kv_avx512 ? 2 : level == &kv_avx2 ? 1 : kv_limit_level(2); }
+int kv_level(void) {
+  for (int used = 1; used <= 3; used++)
+    if (level == levels[used]) return used;
+  return kv_limit_level(3);
+}
+
+static void begin(void) {
+  if (level->begin) level->begin();
+}
+
+static void end(void) {
+  if (level->end) level->end();
+}
 
 /* A product in the form that its inputs have at the level that is used; of y and wide one is NULL. */
 typedef struct {
@@ -49,36 +74,43 @@ typedef struct {
 
 void kv_score_part(const uint16_t *w, const void *x, float *y, int64_t rows, int64_t outputs, int64_t inputs,
                    int64_t first, int64_t end) {
-  const int64_t size = inputs * (int64_t)(level->spread ? sizeof(float) : sizeof(uint16_t));
   uint16_t some[MOST_SCORED][OUTPUTS];
   for (int64_t o = first; o < end; o += OUTPUTS)
     for (int64_t r = 0; r < rows; r += MOST_SCORED) {
       const int64_t n = end - o < OUTPUTS ? end - o : OUTPUTS, some_rows = rows - r < MOST_SCORED ? rows - r : MOST_SCORED;
-      level->few_rows(w + o * inputs, (const char *)x + r * size, some[0], some_rows, n, inputs, 0, n);
+      level->few_rows(w + o * inputs, (const char *)x + kv_arranged(level, r, inputs), some[0], some_rows, n, inputs, 0, n);
       for (int64_t i = 0; i < some_rows; i++) level->widen(some[0] + i * n, y + (r + i) * outputs + o, n);
     }
 }
 
 static void dealt(const Product *p) {
-#pragma omp parallel for schedule(guided)
-  for (int64_t first = 0; first < p->outputs; first += OUTPUTS) {
-    int64_t end = p->outputs - first < OUTPUTS ? p->outputs : first + OUTPUTS;
-    if (p->y)
-      level->few_rows(p->w, p->x, p->y, p->rows, p->outputs, p->inputs, first, end);
-    else
-      kv_score_part(p->w, p->x, p->wide, p->rows, p->outputs, p->inputs, first, end);
+#pragma omp parallel
+  {
+    begin();
+#pragma omp for schedule(guided)
+    for (int64_t first = 0; first < p->outputs; first += OUTPUTS) {
+      int64_t last = p->outputs - first < OUTPUTS ? p->outputs : first + OUTPUTS;
+      if (p->y)
+        level->few_rows(p->w, p->x, p->y, p->rows, p->outputs, p->inputs, first, last);
+      else
+        kv_score_part(p->w, p->x, p->wide, p->rows, p->outputs, p->inputs, first, last);
+    }
+    end();
   }
 }
 
+/* Memory that begins with a cache line, or NULL. */
+static void *lines(int64_t bytes) { return aligned_alloc(LINE, (size_t)kv_padded(bytes, LINE)); }
+
 static int multiply(Product p, const uint16_t *x) {
   p.x = x;
-  if (!level->spread) return dealt(&p), 0;
-  float *spread = malloc((size_t)(p.rows * p.inputs) * sizeof(float));
-  if (!spread) return -1;
-  for (int64_t r = 0; r < p.rows; r++) level->spread(x + r * p.inputs, spread + r * p.inputs, p.inputs);
-  p.x = spread;
+  if (!level->arrange) return dealt(&p), 0;
+  void *arranged = lines(kv_arranged(level, p.rows, p.inputs));
+  if (!arranged) return -1;
+  level->arrange(x, arranged, p.rows, p.inputs);
+  p.x = arranged;
   dealt(&p);
-  free(spread);
+  free(arranged);
   return 0;
 }
 
@@ -143,26 +175,31 @@ static int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) /
 static int64_t rows_at_a_time(int64_t rows, int64_t tiles) {
   int64_t pieces = blocks(rows, KV_ROWS), wanted = blocks(PIECES * omp_get_max_threads(), tiles);
   if (pieces < wanted) pieces = wanted < rows / LEAST_ROWS ? wanted : rows / LEAST_ROWS;
-  return pieces > 1 ? blocks(rows, pieces) : rows < KV_ROWS ? rows : KV_ROWS;
+  return kv_padded(pieces > 1 ? blocks(rows, pieces) : rows < KV_ROWS ? rows : KV_ROWS, level->together);
 }
 
 int kv_many_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs) {
-  const int64_t tiles = blocks(outputs, KV_COLUMNS), most = rows_at_a_time(rows, tiles);
-  float *wide = malloc((size_t)(rows * inputs) * sizeof(float));
-  if (!wide) return -1;
+  const int64_t tiles_of_outputs = blocks(outputs, KV_COLUMNS), most = rows_at_a_time(rows, tiles_of_outputs);
+  const int64_t group = level->together;
+  char *arranged = lines(kv_arranged(level, rows, inputs));
+  if (!arranged) return -1;
 #pragma omp parallel
   {
+    begin();
 #pragma omp for schedule(static)
-    for (int64_t r = 0; r < rows; r++) level->widen(x + r * inputs, wide + r * inputs, inputs);
+    for (int64_t r = 0; r < rows; r += group)
+      level->arrange_many(x + r * inputs, arranged + kv_arranged(level, r, inputs), rows - r < group ? rows - r : group,
+                          inputs);
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < tiles * blocks(rows, most); i++) {
-      int64_t o = i % tiles * KV_COLUMNS, r = i / tiles * most;
+    for (int64_t i = 0; i < tiles_of_outputs * blocks(rows, most); i++) {
+      int64_t o = i % tiles_of_outputs * KV_COLUMNS, r = i / tiles_of_outputs * most;
       int64_t columns = outputs - o < KV_COLUMNS ? outputs - o : KV_COLUMNS;
-      level->many_rows(w + o * inputs, wide + r * inputs, y + r * outputs + o, outputs, rows - r < most ? rows - r : most,
-                       columns, inputs);
+      level->many_rows(w + o * inputs, arranged + kv_arranged(level, r, inputs), y + r * outputs + o, outputs,
+                       rows - r < most ? rows - r : most, columns, inputs);
     }
+    end();
   }
-  free(wide);
+  free(arranged);
   return 0;
 }
 
@@ -186,13 +223,18 @@ void kv_attend_chunk(const KvLayer *layer, const uint16_t *q, int64_t stride, ui
   const int64_t packed = blocks(start + tokens, KV_KEYS) * KV_KEYS * dim * level->packed;
   pack(layer, table, start + tokens, work);
   /* From the last tokens on, which see the most: what is left in the end is small. */
-#pragma omp parallel for schedule(dynamic)
-  for (int64_t i = 0; i < each * heads; i++) {
-    int64_t first = (each - 1 - i / heads) * queries, h = i % heads;
-    int64_t rows = tokens - first < queries ? tokens - first : queries;
-    const uint8_t *k = work + 2 * (h / layer->group) * packed;
-    level->attend_block(layer, q + first * stride + h * dim, out + (first * heads + h) * dim, stride, heads * dim, rows,
-                        start + first, k, k + packed);
+#pragma omp parallel
+  {
+    begin();
+#pragma omp for schedule(dynamic)
+    for (int64_t i = 0; i < each * heads; i++) {
+      int64_t first = (each - 1 - i / heads) * queries, h = i % heads;
+      int64_t rows = tokens - first < queries ? tokens - first : queries;
+      const uint8_t *k = work + 2 * (h / layer->group) * packed;
+      level->attend_block(layer, q + first * stride + h * dim, out + (first * heads + h) * dim, stride, heads * dim, rows,
+                          start + first, k, k + packed);
+    }
+    end();
   }
 }
 

@@ -1,4 +1,4 @@
-/* What a decoder-only model spends its time on in bfloat16 on a CPU, for AVX2 and for AVX-512 with its bfloat16 products.
+/* What a decoder-only model spends its time on in bfloat16 on a CPU, for AVX2, for AVX-512 with its bfloat16 products, AMX.
  * Sums are float32, results rounded to nearest even; what a row gives does not depend on the other rows of a call.
  * Runs on as many threads as OpenMP gives. Tensors are dense unless a stride, in elements, says otherwise. */
 #ifndef KV_KERNELS_H
@@ -9,8 +9,8 @@
 /* The text between the two marks is also what cffi reads. */
 /* cffi: begin */
 
-/* Instructions that the kernels use: 0 where the processor lacks what they need, 1 AVX2 with FMA, 2 AVX-512 with BF16.
- * To be called before any of them. */
+/* Instructions that the kernels use: 0 where the processor lacks what they need, 1 AVX2 with FMA, 2 AVX-512 with BF16, 3
+ * AMX with BF16 as well. To be called before any of them. */
 int kv_level(void);
 
 /* Uses no more than `level`, for tests; returns what is used from now on. */
@@ -22,7 +22,7 @@ int kv_few_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows,
 /* The same, with y in float32, rounded to bfloat16 as well. */
 int kv_score(const uint16_t *w, const uint16_t *x, float *y, int64_t rows, int64_t outputs, int64_t inputs);
 
-/* y = x W^T for many rows; kv_few_rows may differ in the last bit. At level 1 alone. */
+/* y = x W^T for many rows; kv_few_rows may differ in the last bit, but not at level 3. Not at level 2. */
 int kv_many_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs);
 
 /* y = x / rms(x) * w over vectors of `size`: x [tokens][heads][size] with tokens `stride` apart, y dense.

@@ -7,11 +7,17 @@
 #include "kernels.h"
 
 typedef struct {
-  /* Outputs [first, end) of the product; x is what `spread` makes of it where that is not NULL. */
+  /* Around all that a thread does of the rest: may be NULL. */
+  void (*begin)(void), (*end)(void);
+  /* Rows of inputs in the form that few_rows wants, in kv_arranged bytes that begin with a cache line; NULL where it takes
+   * them as they are. */
+  void (*arrange)(const uint16_t *x, void *to, int64_t rows, int64_t inputs);
+  int64_t wide, together, step; /* bytes of an element there; rows and inputs come in multiples of these */
+  /* Outputs [first, end) of the product. */
   void (*few_rows)(const uint16_t *w, const void *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs,
                    int64_t first, int64_t end);
-  /* A row in float32 and in the order that few_rows wants, or a part of it from a multiple of 16 on. NULL at AVX-512. */
-  void (*spread)(const uint16_t *x, float *y, int64_t size);
+  int64_t once;  /* rows that it reads weights once for */
+  int64_t grain; /* outputs that it takes as many of as it does of one */
   void (*widen)(const uint16_t *x, float *y, int64_t size);
   /* x += y. */
   void (*add)(uint16_t *x, const uint16_t *y, int64_t size);
@@ -21,10 +27,11 @@ typedef struct {
   /* One KV head of one token. */
   void (*attend_row)(const KvLayer *layer, int64_t head, const uint16_t *q, uint16_t *out, const int64_t *table,
                      int64_t len);
-  /* `rows` rows, up to KV_ROWS, by up to KV_COLUMNS outputs of the product, y `stride` apart; x is float32. NULL where
-   * the library is as fast. */
-  void (*many_rows)(const uint16_t *w, const float *x, uint16_t *y, int64_t stride, int64_t rows, int64_t outputs,
+  /* `rows` rows, up to KV_ROWS, by up to KV_COLUMNS outputs of the product, y `stride` apart; x is what arrange_many makes
+   * of it. NULL where the library is as fast. */
+  void (*many_rows)(const uint16_t *w, const void *x, uint16_t *y, int64_t stride, int64_t rows, int64_t outputs,
                     int64_t inputs);
+  void (*arrange_many)(const uint16_t *x, void *to, int64_t rows, int64_t inputs);
   /* KV_KEYS tokens from `first` on of one KV head, of `len` in all, into packed keys and values. */
   void (*pack_block)(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, void *k,
                      void *v);
@@ -38,8 +45,16 @@ typedef struct {
 #define KV_ROWS 516
 #define KV_COLUMNS 32
 #define KV_KEYS 64
+#define KV_QUERIES 32
 
-extern const KvLevel kv_avx2, kv_avx512;
+extern const KvLevel kv_avx2, kv_avx512, kv_amx;
+
+static inline int64_t kv_padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+
+/* Bytes of rows of inputs, arranged. */
+static inline int64_t kv_arranged(const KvLevel *level, int64_t rows, int64_t inputs) {
+  return kv_padded(rows, level->together) * kv_padded(inputs, level->step) * level->wide;
+}
 
 /* Outputs [first, end) of kv_score, x as few_rows wants it. */
 void kv_score_part(const uint16_t *w, const void *x, float *y, int64_t rows, int64_t outputs, int64_t inputs,

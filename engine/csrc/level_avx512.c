@@ -16,7 +16,12 @@
 
 #include "attend_row.h"
 
-#include "attend_chunk_avx512.h"
+#include "pairs_avx512.h"
+
+#define ROWS_OF_PAIRS TILE
+#define multiply_pairs multiply_four
+
+#include "attend_chunk_pairs.h"
 #include "elementwise.h"
 #include "few_rows_avx512.h"
 
@@ -32,6 +37,11 @@ const KvLevel kv_avx512 = {
     .packed = sizeof(uint16_t),
     .attend_block = attend_block,
     .queries = QUERIES,
+    .once = 4,
+    .grain = 12,
+    .wide = sizeof(uint16_t),
+    .together = 1,
+    .step = 1,
 };
 
 #endif

@@ -43,14 +43,17 @@ static void narrow_row(const float *sums, uint16_t *y, int64_t outputs) {
   if (o < outputs) v_narrow_part(y + o, v_load(sums + o), outputs - o);
 }
 
-static void many_rows(const uint16_t *w, const float *x, uint16_t *y, int64_t stride, int64_t rows, int64_t outputs,
+/* Rows in float32. */
+static void arrange_many(const uint16_t *x, void *to, int64_t rows, int64_t inputs) { widen(x, to, rows * inputs); }
+
+static void many_rows(const uint16_t *w, const void *x, uint16_t *y, int64_t stride, int64_t rows, int64_t outputs,
                       int64_t inputs) {
   float panels[PANELS * DEPTH * TILE_COLUMNS], sums[KV_ROWS * KV_COLUMNS];
   memset(sums, 0, (size_t)(rows * KV_COLUMNS) * sizeof(*sums));
   for (int64_t at = 0; at < inputs; at += DEPTH) {
     int64_t depth = inputs - at < DEPTH ? inputs - at : DEPTH;
     pack_weights(w, inputs, outputs, at, depth, panels);
-    run_over_rows(panels, x + at, inputs, sums, depth, rows);
+    run_over_rows(panels, (const float *)x + at, inputs, sums, depth, rows);
   }
   for (int64_t r = 0; r < rows; r++) narrow_row(sums + r * KV_COLUMNS, y + r * stride, outputs);
 }

@@ -16,8 +16,8 @@ Layer = Any
 """A KvLayer of csrc/kernels.h."""
 Layers = Callable[..., Layer]
 """Index of a layer, query heads that read it -> the layer, until it is asked for another."""
-AVX2, AVX512 = 1, 2
-"""What `Kernels.level` may be: the second has products of bfloat16 in hardware."""
+AVX2, AVX512, AMX = 1, 2, 3
+"""What `Kernels.level` may be: the second has products of bfloat16 in hardware, the third those of whole tiles."""
 
 
 class Kernels:
@@ -43,7 +43,7 @@ class Kernels:
         return self._product(self._lib.kv_few_rows, x, weight)
 
     def many_rows(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The same, bound by multiplying, for many rows; AVX2 alone."""
+        """The same, bound by multiplying, for many rows; not with AVX512, where the library is as fast."""
         return self._product(self._lib.kv_many_rows, x, weight)
 
     def _product(self, product: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: ANN401 - of cffi

@@ -1,10 +1,10 @@
 /* Attention of many tokens of one sequence, by products of pairs of bfloat16: blocks of QUERIES tokens of one query head
  * against blocks of KEYS tokens, with a running maximum and sum. Keys and values are packed first, once for all query
- * heads: a product wants the two elements of a pair side by side, and what it spreads over a register after them. */
+ * heads: a product wants the two elements of a pair side by side, and what it spreads over a register after them. Those
+ * products are in a header of their own, multiply_pairs of ROWS_OF_PAIRS rows. */
 
-#define QUERIES 32 /* tokens of a block */
+#define QUERIES KV_QUERIES
 #define KEYS KV_KEYS
-#define TILE 4 /* rows by registers of a product's tile */
 
 /* Keys [dim / 2][KEYS][2] and values [KEYS / 2][dim][2] of a block of tokens; zeros behind the sequence's end. */
 static void pack_block(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, void *keys,
@@ -28,28 +28,6 @@ static void pack_block(const KvLayer *layer, int64_t head, const int64_t *table,
       _mm512_storeu_si512(v + (j / 2 * dim + d) * 2, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));
     }
   }
-}
-
-/* c [TILE][registers of 16] = or += a [TILE][pairs][2] times b [pairs][width][2]. */
-static inline __attribute__((always_inline)) void product(const uint16_t *a, int64_t a_stride, const uint16_t *b,
-                                                          int64_t width, float *c, int64_t c_stride, int64_t pairs,
-                                                          int registers, int add) {
-  __m512 sums[TILE][TILE];
-  for (int r = 0; r < TILE; r++)
-    for (int s = 0; s < registers; s++)
-      sums[r][s] = add ? _mm512_loadu_ps(c + r * c_stride + 16 * s) : _mm512_setzero_ps();
-  for (int64_t p = 0; p < pairs; p++) {
-    __m512bh from[TILE];
-    for (int s = 0; s < registers; s++) from[s] = (__m512bh)_mm512_loadu_si512(b + (p * width + 16 * s) * 2);
-    for (int r = 0; r < TILE; r++) {
-      int32_t pair;
-      memcpy(&pair, a + r * a_stride + 2 * p, sizeof(pair));
-      __m512bh all = (__m512bh)_mm512_set1_epi32(pair);
-      for (int s = 0; s < registers; s++) sums[r][s] = _mm512_dpbf16_ps(sums[r][s], all, from[s]);
-    }
-  }
-  for (int r = 0; r < TILE; r++)
-    for (int s = 0; s < registers; s++) _mm512_storeu_ps(c + r * c_stride + 16 * s, sums[r][s]);
 }
 
 typedef struct {
@@ -87,14 +65,6 @@ static inline void weigh_row(Block *block, int r, int64_t seen, int64_t dim, flo
   block->total[r] += v_sum(total);
 }
 
-static void mix_tile(Block *block, int r, const uint16_t *v, int64_t dim) {
-  const uint16_t *weights = block->weights + r * KEYS;
-  int64_t d = 0;
-  for (; d + 16 * TILE <= dim; d += 16 * TILE)
-    product(weights, KEYS, v + 2 * d, dim, block->sums + r * dim + d, dim, KEYS / 2, TILE, 1);
-  for (; d < dim; d += 16) product(weights, KEYS, v + 2 * d, dim, block->sums + r * dim + d, dim, KEYS / 2, 1, 1);
-}
-
 /* The first `rows` of QUERIES tokens of one head, `stride` apart, the first of them at position `start`. */
 static void attend_block(const KvLayer *layer, const uint16_t *q, uint16_t *out, int64_t stride, int64_t out_stride,
                          int64_t rows, int64_t start, const void *keys, const void *values) {
@@ -107,10 +77,10 @@ static void attend_block(const KvLayer *layer, const uint16_t *q, uint16_t *out,
     block.largest[r] = -__builtin_inff(), block.total[r] = 0;
   }
   for (int64_t first = 0; first < start + rows; first += KEYS) {
-    for (int r = 0; r < QUERIES; r += TILE) {
-      product(block.q + r * dim, dim, k + first * dim, KEYS, block.scores + r * KEYS, KEYS, dim / 2, TILE, 0);
-      for (int i = r; i < r + TILE; i++) weigh_row(&block, i, start + i + 1 - first, dim, layer->scale);
-      mix_tile(&block, r, v + first * dim, dim);
+    for (int r = 0; r < QUERIES; r += ROWS_OF_PAIRS) {
+      multiply_pairs(block.q + r * dim, dim / 2, k + first * dim, block.scores + r * KEYS, KEYS, 0);
+      for (int i = r; i < r + ROWS_OF_PAIRS; i++) weigh_row(&block, i, start + i + 1 - first, dim, layer->scale);
+      multiply_pairs(block.weights + r * KEYS, KEYS / 2, v + first * dim, block.sums + r * dim, dim, 1);
     }
   }
   for (int r = 0; r < rows; r++)

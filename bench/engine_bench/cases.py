@@ -22,7 +22,7 @@ class System(Protocol):
     name: str
 
     def prefill(self, tokens: int) -> float:
-        """Seconds that one prompt of so many tokens takes."""
+        """Seconds that one prompt of so many tokens takes, to its first answer token."""
 
     def decode(self, batch: int, steps: int) -> float:
         """Seconds that `steps` greedy tokens of each of `batch` sequences take, after CONTEXT tokens each."""

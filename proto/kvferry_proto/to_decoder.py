@@ -12,7 +12,7 @@ from kvferry_proto.timeline import PrefillTimeline
 
 
 class Assign(Message):
-    """Router -> decoder: answer this prompt. Answered by Accepted or RequestFailed."""
+    """Router -> decoder: answer this prompt. Answered by Queued, Accepted or RequestFailed."""
 
     request_id: RequestId
     tokens: Int32s

@@ -63,6 +63,12 @@ FromClient = Generate | CancelGenerate
 # --- from decoders ----------------------------------------------------------------------------------------------
 
 
+class Queued(Message):
+    """Decoder -> router: the request is here, and waits for pages or for a place in the batch; Accepted will follow."""
+
+    request_id: RequestId
+
+
 class Accepted(Message):
     """Decoder -> router: pages and a slot are reserved; tokens will follow."""
 
@@ -109,5 +115,5 @@ class Cancelled(Message):
     prefiller: PrefillTimeline | None = None
 
 
-FromDecoder = Accepted | Tokens | Finished | Cancelled | RequestFailed | Refused
+FromDecoder = Queued | Accepted | Tokens | Finished | Cancelled | RequestFailed | Refused
 ToRouter = FromClient | FromDecoder

@@ -9,7 +9,7 @@ import pytest
 from kvferry_proto.errors import ErrorCode, Phase, RequestError
 from kvferry_proto.message import Refused, RequestFailed
 from kvferry_proto.timeline import DecodeTimeline, now
-from kvferry_proto.to_router import Accepted
+from kvferry_proto.to_router import Accepted, Queued
 from kvferry_proto.usage import FinishReason
 from kvferry_router import closing
 from router_rig import running_cluster, warm_up
@@ -311,6 +311,24 @@ async def test_a_decoder_that_does_not_accept_in_time(hasty):
     # It may have been slow only: it is told that nobody waits any more.
     decoder = hasty.decoders[0]
     assert decoder.cancelled == [decoder.assigned[0].request_id]
+
+
+async def test_a_decoder_that_has_it_wait_is_not_one_that_does_not_answer(hasty, eventually):
+    turn = asyncio.Event()
+
+    async def full(decoder, origin, assign):
+        origin.reply(Queued(request_id=assign.request_id))
+        decoder.script = silent
+        await turn.wait()
+        await speak(decoder, origin, assign)
+
+    decoder = await hasty.decoder("d1", full)
+    waits = asyncio.create_task(hasty.complete())
+    await eventually(lambda: decoder.assigned)
+    await hasty.complete(504)  # asked later, and not patient enough: the first would be over by now
+    turn.set()
+    assert (await waits)["choices"][0]["text"] == ANSWER
+    assert decoder.assigned[0].request_id not in decoder.cancelled
 
 
 @pytest.mark.parametrize(

@@ -405,3 +405,20 @@ async def play(actions, verify):
         await world.everything_ends()
     finally:
         await world.close()
+
+
+async def test_a_router_hears_once_that_its_request_has_to_wait():
+    """Else it takes a decoder whose batch is full for one that doesn't answer, and asks elsewhere, or gives up."""
+    world, told = World(verify=False), []
+    world.router.reply = told.append
+    try:
+        for kind in (0, 0, 0, 0, 0, 1):  # the batch takes four; the last waits for its grammar
+            world.ask(kind)
+        await world.settle()
+        for _ in range(2):
+            world.sweep(1)
+        heard = [(type(message).__name__, message.request_id) for message in told]
+        assert heard == [*(("Accepted", f"r{n}") for n in range(4)), ("Queued", "r4"), ("Queued", "r5")]
+        await world.everything_ends()
+    finally:
+        await world.close()

@@ -14,7 +14,7 @@ from kvferry_proto.message import Message, RequestFailed
 from kvferry_proto.nodes import NodeRef
 from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import PrefillReport
-from kvferry_proto.to_router import Accepted, Cancelled, Finished, TokenLogprobs, TokenRun, Tokens
+from kvferry_proto.to_router import Accepted, Cancelled, Finished, Queued, TokenLogprobs, TokenRun, Tokens
 from kvferry_proto.usage import FinishReason, Usage
 
 from kvferry_decoder.request import Request
@@ -57,6 +57,12 @@ class Answers:
 
     def __len__(self) -> int:
         return len(self._unreported)
+
+    def queued(self, request: Request) -> None:
+        """Tell that a request is here and has to wait; once, and not if it was accepted before it was preempted."""
+        if not (request.queued or request.accepted):
+            request.queued = True
+            self._send(request.origin, Queued(request_id=request.id))
 
     def accepted(self, request: Request) -> None:
         """Tell that pages are reserved; once, though a preempted request is admitted again."""

@@ -83,6 +83,8 @@ class Request:
     machine: StateMachine[State] = field(default_factory=lambda: StateMachine(State.WAITING, MOVES))
     in_step: bool = False
     """A forward pass is reading and writing its pages right now: they can't be freed before it returns."""
+    queued: bool = False
+    """Its router was told that it waits."""
     accepted: bool = False
     spared: bool = False
     """A prefiller was named and is not asked."""

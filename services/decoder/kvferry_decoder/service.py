@@ -236,6 +236,9 @@ class DecoderService(WorkerService[str, Request]):
     def _sweep(self, alive: Callable[[NodeRef], bool]) -> None:
         self.intake.sweep(alive)
         self._answers.sweep(alive)
+        for request in self._requests.values():
+            if request.state in (State.COMPILING, State.WAITING):
+                self._answers.queued(request)
         self._drop_unreachable()
 
     def stood_still(self, seconds: float) -> None:

@@ -15,13 +15,14 @@ from kvferry_proto.message import Message, Refused, RequestFailed
 from kvferry_proto.nodes import NodeRecord, NodeRef
 from kvferry_proto.timeline import now
 from kvferry_proto.to_decoder import Cancel
-from kvferry_proto.to_router import Accepted, Cancelled, Finished, TokenRun, Tokens
+from kvferry_proto.to_router import Accepted, Cancelled, Finished, Queued, TokenRun, Tokens
 
 from kvferry_router import verdicts
 from kvferry_router.attempt import Attempt, Lost, StopFound
 from kvferry_router.closing import ClosingAttempts
 from kvferry_router.metrics import RouterMetrics
 
+AboutOne = Queued | Accepted | Finished | Cancelled | RequestFailed
 OpenPost = Callable[[Handler, Callable[[NodeRef], None]], Post]
 
 
@@ -89,7 +90,7 @@ class Switchboard:
                 self._tokens(origin, message)
             case Refused():
                 self._refused(origin, message)
-            case Accepted() | Finished() | Cancelled() | RequestFailed():
+            case Queued() | Accepted() | Finished() | Cancelled() | RequestFailed():
                 self._about_one(origin.sender, message)
             case _:
                 self._late(message)
@@ -150,12 +151,14 @@ class Switchboard:
         if request.answer.stopped:
             attempt.finish(StopFound())
 
-    def _about_one(self, sender: NodeRef, message: Accepted | Finished | Cancelled | RequestFailed) -> None:
+    def _about_one(self, sender: NodeRef, message: AboutOne) -> None:
         attempt = self._open.get(message.request_id)
         if attempt is None or attempt.decoder.ref != sender or attempt.end.done():
             self._closed_one(sender, message)
             return
         match message:
+            case Queued():
+                self._stop_timer(attempt)
             case Accepted():
                 self._accepted(attempt)
                 if message.prefiller_spared:
@@ -169,10 +172,10 @@ class Switchboard:
             case Cancelled():
                 attempt.finish(verdicts.breach(attempt, "it cancelled what nobody wanted cancelled", held=False))
 
-    def _closed_one(self, sender: NodeRef, message: Accepted | Finished | Cancelled | RequestFailed) -> None:
+    def _closed_one(self, sender: NodeRef, message: AboutOne) -> None:
         """A message about no open attempt: the end of a closing one, or too late."""
         attempt = self._open.get(message.request_id)
-        if isinstance(message, Accepted):
+        if isinstance(message, Queued | Accepted):
             self._late(message)
         elif attempt is not None and attempt.decoder.ref == sender:
             attempt.word = message

@@ -8,6 +8,7 @@ is an error of that grammar alone.
 
 import asyncio
 import functools
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,6 +29,10 @@ MASK_THREADS = 2
 LEXER_FUEL = 500_000
 GRAMMAR_SIZE = 200_000
 LEXER_STATES = 50_000
+STACK_BYTES = 256 << 20
+"""Of the thread that compiles. llguidance follows rules and references into each other by recursion, thousands deep in
+the longest grammars: beyond the usual 8 MiB, which ends the process. None was seen to need 64; what is not used is no
+memory."""
 
 
 class GrammarError(ValueError):
@@ -114,7 +119,7 @@ class GrammarCompiler:
         """`folder`: the model's; its tokenizer.json is read with the first grammar, if not by `read_ahead`."""
         self._folder = folder
         self._vocabulary = vocabulary
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._thread = _deep_thread()
         self._compiled: OrderedDict[tuple[Grammar, frozenset[int]], Matcher | GrammarError] = OrderedDict()
 
     async def compile(self, grammar: Grammar, ends: frozenset[int]) -> Matcher:
@@ -158,6 +163,17 @@ class GrammarCompiler:
     def close(self) -> None:
         """End the thread; what is being compiled is waited for."""
         self._thread.shutdown()
+
+
+def _deep_thread() -> ThreadPoolExecutor:
+    """Start the thread that compiles. It must be there before the usual size is set again, which is the process's."""
+    pool = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+    usual = threading.stack_size(STACK_BYTES)
+    try:
+        pool.submit(int).result()
+    finally:
+        threading.stack_size(usual)
+    return pool
 
 
 class TokenMasks(NamedTuple):

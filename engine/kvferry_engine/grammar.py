@@ -22,6 +22,7 @@ from kvferry_proto.grammar import WHITESPACE, Grammar, GrammarKind
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
 
 from kvferry_engine.end_tokens import end_tokens
+from kvferry_engine.grammar_divisors import too_many_remainders
 
 CACHED_GRAMMARS = 64
 MASK_THREADS = 2
@@ -30,9 +31,8 @@ LEXER_FUEL = 500_000
 GRAMMAR_SIZE = 200_000
 LEXER_STATES = 50_000
 STACK_BYTES = 256 << 20
-"""Of the thread that compiles. llguidance follows rules and references into each other by recursion, thousands deep in
-the longest grammars: beyond the usual 8 MiB, which ends the process. None was seen to need 64; what is not used is no
-memory."""
+"""Of the thread that compiles: address space. llguidance follows rules and references by recursion, thousands deep in
+the longest grammars, and the usual 8 MiB ended the process. None was seen to need 64."""
 
 
 class GrammarError(ValueError):
@@ -223,6 +223,8 @@ class Masker:
 
 
 def _source(grammar: Grammar) -> str:
+    if wrong := too_many_remainders(grammar.text):
+        raise GrammarError(wrong)
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             return str(

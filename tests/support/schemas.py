@@ -114,6 +114,13 @@ DOCUMENTS = [
 UNSUPPORTED = [
     (True, "object"),
     ({"not": {"type": "string"}}, "not"),
+    ({"type": "integer", "multipleOf": 1000003}, "multipleOf: 1000003 is too large"),
+    ({"type": "number", "multipleOf": 7e6}, "multipleOf: 7000000.0 is too large"),
+    (
+        {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 991}]},
+        "multipleOf: 991 is too large, or too much",
+    ),
+    ({"prefixItems": [{"multipleOf": 60000}, {"multipleOf": 60000}]}, "multipleOf: 60000 is too large, or too much"),
     ({"type": "array", "contains": {"const": 1}}, "contains"),
     ({"if": {"type": "string"}, "then": {"maxLength": 2}}, "then"),
     ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf"),

@@ -71,3 +71,15 @@ def test_what_is_not_supported_is_said(compiler, schema, why):
     with pytest.raises(GrammarError, match=r"^the json_schema can't be used: ") as refused:
         compiled(compiler, schema)
     assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("escaped", [False, True])
+def test_a_large_divisor_is_refused_within_a_lark_grammar_too(compiler, escaped):
+    name = "\\u006d\\u0075ltipleOf" if escaped else "multipleOf"
+    with pytest.raises(GrammarError, match="multipleOf: 99999999 is too large"):
+        compiler.compile_now(Grammar.lark(f'start: %json {{"type": "integer", "{name}" : 99999999}}'), ENDS)
+
+
+@pytest.mark.parametrize("divisor", [0.01, 1e-5, 25, 0.25, 1000000])
+def test_usual_divisors_are_held(compiler, divisor):
+    assert compiled(compiler, {"type": "number", "multipleOf": divisor}).failure == ""

@@ -39,11 +39,12 @@ void kf_pace_in_vain(kf_pace *pace) {
   *step /= 2;
 }
 
-/* Whether the thread still waits awake; `least_ns` is waited in any case. */
+/* Whether the thread still waits awake; `least_ns` is waited in any case, but not in a crowd: who has yielded there gets the
+ * core back ms later, after the next layer, and who sleeps has it as soon as he is woken. */
 bool kf_pace_awake(const kf_pace *pace, uint64_t now, uint64_t least_ns) {
   uint64_t step = pace->armed ? pace->arrival_ns : pace->step_ns;
   uint64_t stretched = step + step / 2, longest = STRETCH * pace->spin_ns;
-  if (now < pace->crowded_until_ns) stretched = 0;
+  if (now < pace->crowded_until_ns) return false;
   if (stretched > longest) stretched = longest;
   return now - pace->since_ns < (stretched > least_ns ? stretched : least_ns);
 }

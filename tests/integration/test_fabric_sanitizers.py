@@ -16,6 +16,7 @@ PROGRAMS = [
     ("test_slots", ()),
     ("test_transfer", ()),
     ("test_health", ()),
+    ("test_pace", ()),
     ("test_board", ()),
     *(("test_team", (threads,)) for threads in ("2", "5")),
     ("fuzz_schedule", ("1", "100000")),

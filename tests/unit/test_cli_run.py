@@ -1,5 +1,7 @@
 """The whole of `kvferry up` around children that are small scripts: demonstration, failure, exit status."""
 
+import errno
+import fcntl
 import io
 import os
 import sys
@@ -84,6 +86,15 @@ async def test_the_logs_of_another_cluster_that_runs_are_left_alone(up, tmp_path
             await start(ROUTER, "All is well.", "200", oneshot=True)
         assert (tmp_path / "logs" / "router.log").read_text() == "theirs"
     assert await start(ROUTER, "All is well.", "200", oneshot=True) == 0
+
+
+def test_logs_may_lie_where_there_are_no_locks(tmp_path, monkeypatch):
+    def no_locks(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with owned(tmp_path / "logs"):
+        assert (tmp_path / "logs").is_dir()
 
 
 async def test_a_signal_while_starting_ends_it(up):

@@ -35,7 +35,9 @@ def owned(folder: Path) -> Iterator[None]:
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             msg = f"another kvferry up writes its logs to {folder}: choose another with {flag('--port')} or --log-dir"
             raise click.ClickException(msg) from error
+        except OSError:
+            pass  # a file system without locks, as some network ones are: no reason not to start
         yield

@@ -3,7 +3,7 @@
  * transposed into panels of TILE_COLUMNS tokens. */
 
 #define QUERIES 36 /* tokens of a block, a multiple of TILE_ROWS */
-#define KEYS KV_KEYS
+#define KEYS 64
 
 /* Keys [KEYS / TILE_COLUMNS][dim][TILE_COLUMNS] and values [KEYS][dim] of a block of tokens; zeros behind the end. */
 static void pack_block(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, void *keys,

@@ -4,7 +4,7 @@
  * products are in a header of their own, multiply_pairs of ROWS_OF_PAIRS rows. */
 
 #define QUERIES KV_QUERIES
-#define KEYS KV_KEYS
+#define SOME_KEYS 32 /* a block's keys are looked at in multiples of these, up to the last that anyone sees */
 
 /* Keys [dim / 2][KEYS][2] and values [KEYS / 2][dim][2] of a block of tokens; zeros behind the sequence's end. */
 static void pack_block(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, void *keys,
@@ -38,11 +38,11 @@ typedef struct {
   float largest[QUERIES], total[QUERIES];
 } Block;
 
-/* Makes the scores of row r, of which the first `seen` count, into weights. */
-static inline void weigh_row(Block *block, int r, int64_t seen, int64_t dim, float scale) {
+/* Makes `keys` scores of row r, of which the first `seen` count, into weights. */
+static inline void weigh_row(Block *block, int r, int64_t keys, int64_t seen, int64_t dim, float scale) {
   const __m512 none = _mm512_set1_ps(-__builtin_inff());
   __m512 scores[KEYS / 16], most = _mm512_set1_ps(block->largest[r]), total = _mm512_setzero_ps();
-  for (int i = 0; i < KEYS / 16; i++) {
+  for (int i = 0; i < keys / 16; i++) {
     int64_t left = seen - 16 * i;
     __mmask16 here = left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1 << left) - 1);
     __m512 scaled = _mm512_mul_ps(_mm512_loadu_ps(block->scores + r * KEYS + 16 * i), _mm512_set1_ps(scale));
@@ -50,7 +50,7 @@ static inline void weigh_row(Block *block, int r, int64_t seen, int64_t dim, flo
     most = _mm512_max_ps(scores[i], most);
   }
   float largest = v_most(most);
-  for (int i = 0; i < KEYS / 16; i++) {
+  for (int i = 0; i < keys / 16; i++) {
     __m512 weights = v_exp(_mm512_sub_ps(scores[i], _mm512_set1_ps(largest)));
     total = _mm512_add_ps(total, weights);
     v_narrow(block->weights + r * KEYS + 16 * i, weights);
@@ -77,10 +77,11 @@ static void attend_block(const KvLayer *layer, const uint16_t *q, uint16_t *out,
     block.largest[r] = -__builtin_inff(), block.total[r] = 0;
   }
   for (int64_t first = 0; first < start + rows; first += KEYS) {
+    const int64_t left = kv_padded(start + rows - first, SOME_KEYS), some = left < KEYS ? left : KEYS;
     for (int r = 0; r < QUERIES; r += ROWS_OF_PAIRS) {
-      multiply_pairs(block.q + r * dim, dim / 2, k + first * dim, block.scores + r * KEYS, KEYS, 0);
-      for (int i = r; i < r + ROWS_OF_PAIRS; i++) weigh_row(&block, i, start + i + 1 - first, dim, layer->scale);
-      multiply_pairs(block.weights + r * KEYS, KEYS / 2, v + first * dim, block.sums + r * dim, dim, 1);
+      multiply_pairs(block.q + r * dim, dim, dim / 2, k + first * dim, KEYS, some, block.scores + r * KEYS, 0);
+      for (int i = r; i < r + ROWS_OF_PAIRS; i++) weigh_row(&block, i, some, start + i + 1 - first, dim, layer->scale);
+      multiply_pairs(block.weights + r * KEYS, KEYS, some / 2, v + first * dim, dim, dim, block.sums + r * dim, 1);
     }
   }
   for (int r = 0; r < rows; r++)

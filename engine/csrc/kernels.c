@@ -204,15 +204,15 @@ int kv_many_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows
 }
 
 int64_t kv_chunk_work(const KvLayer *layer, int64_t len) {
-  return 2 * layer->kv_heads * blocks(len, KV_KEYS) * KV_KEYS * layer->head_dim * level->packed;
+  return 2 * layer->kv_heads * kv_padded(len, level->keys) * layer->head_dim * level->packed;
 }
 
 static void pack(const KvLayer *layer, const int64_t *table, int64_t len, uint8_t *work) {
-  const int64_t each = blocks(len, KV_KEYS), size = KV_KEYS * layer->head_dim * level->packed;
+  const int64_t each = blocks(len, level->keys), size = level->keys * layer->head_dim * level->packed;
 #pragma omp parallel for schedule(static)
   for (int64_t i = 0; i < layer->kv_heads * each; i++) {
     uint8_t *k = work + (i / each * each + i) * size;
-    level->pack_block(layer, i / each, table, i % each * KV_KEYS, len, k, k + each * size);
+    level->pack_block(layer, i / each, table, i % each * level->keys, len, k, k + each * size);
   }
 }
 
@@ -220,7 +220,7 @@ void kv_attend_chunk(const KvLayer *layer, const uint16_t *q, int64_t stride, ui
                      int64_t start, int64_t tokens, uint8_t *work) {
   const int64_t heads = layer->kv_heads * layer->group, dim = layer->head_dim, queries = level->queries;
   const int64_t each = blocks(tokens, queries);
-  const int64_t packed = blocks(start + tokens, KV_KEYS) * KV_KEYS * dim * level->packed;
+  const int64_t packed = kv_padded(start + tokens, level->keys) * dim * level->packed;
   pack(layer, table, start + tokens, work);
   /* From the last tokens on, which see the most: what is left in the end is small. */
 #pragma omp parallel

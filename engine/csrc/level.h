@@ -32,7 +32,8 @@ typedef struct {
   void (*many_rows)(const uint16_t *w, const void *x, uint16_t *y, int64_t stride, int64_t rows, int64_t outputs,
                     int64_t inputs);
   void (*arrange_many)(const uint16_t *x, void *to, int64_t rows, int64_t inputs);
-  /* KV_KEYS tokens from `first` on of one KV head, of `len` in all, into packed keys and values. */
+  int64_t keys; /* tokens of a block of keys */
+  /* `keys` tokens from `first` on of one KV head, of `len` in all, into packed keys and values. */
   void (*pack_block)(const KvLayer *layer, int64_t head, const int64_t *table, int64_t first, int64_t len, void *k,
                      void *v);
   int64_t packed; /* bytes of an element of those */
@@ -44,7 +45,6 @@ typedef struct {
 
 #define KV_ROWS 516
 #define KV_COLUMNS 32
-#define KV_KEYS 64
 #define KV_QUERIES 32
 
 extern const KvLevel kv_avx2, kv_avx512, kv_amx;

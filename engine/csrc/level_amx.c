@@ -21,6 +21,7 @@
 #include "pairs_avx512.h"
 #include "pairs_amx.h"
 
+#define KEYS 128
 #include "attend_chunk_pairs.h"
 #include "elementwise.h"
 #include "product_amx.h"
@@ -42,6 +43,7 @@ const KvLevel kv_amx = {
     .packed = sizeof(uint16_t),
     .attend_block = attend_block,
     .queries = QUERIES,
+    .keys = KEYS,
     .once = INT64_MAX, /* two tiles of weights stay in the cache for all rows */
     .grain = SIDE,
     .wide = sizeof(uint16_t),

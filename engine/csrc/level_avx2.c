@@ -43,6 +43,7 @@ const KvLevel kv_avx2 = {
     .packed = sizeof(float),
     .attend_block = attend_block,
     .queries = QUERIES,
+    .keys = KEYS,
 };
 
 #endif

@@ -21,6 +21,7 @@
 #define ROWS_OF_PAIRS TILE
 #define multiply_pairs multiply_four
 
+#define KEYS 64
 #include "attend_chunk_pairs.h"
 #include "elementwise.h"
 #include "few_rows_avx512.h"
@@ -37,6 +38,7 @@ const KvLevel kv_avx512 = {
     .packed = sizeof(uint16_t),
     .attend_block = attend_block,
     .queries = QUERIES,
+    .keys = KEYS,
     .once = 4,
     .grain = 12,
     .wide = sizeof(uint16_t),

@@ -3,9 +3,10 @@
 #define ROWS_OF_PAIRS KV_QUERIES
 
 /* Constant columns once inlined: tiles of SIDE of them. */
-static inline __attribute__((always_inline)) void multiply_tiles(const uint16_t *a, int64_t pairs, const uint16_t *b,
-                                                                 float *c, int64_t width, int columns, int add) {
-  const int64_t from = 4 * pairs, to = 4 * width;
+static inline __attribute__((always_inline)) void multiply_tiles(const uint16_t *a, int64_t a_stride,
+                                                                 int64_t pairs, const uint16_t *b, int64_t width,
+                                                                 float *c, int columns, int add) {
+  const int64_t from = 2 * a_stride, to = 4 * width;
   float *below = c + SIDE * width;
   TILE_ZERO(0);
   TILE_ZERO(1);
@@ -19,7 +20,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(const uint16_t 
   }
   for (int64_t p = 0; p < pairs; p += STEP / 2) {
     TILE_LOAD(4, a + 2 * p, from);
-    TILE_LOAD(5, a + 2 * (SIDE * pairs + p), from);
+    TILE_LOAD(5, a + SIDE * a_stride + 2 * p, from);
     TILE_LOAD(6, b + 2 * p * width, to);
     TILE_PRODUCT(0, 4, 6);
     TILE_PRODUCT(1, 5, 6);
@@ -35,15 +36,16 @@ static inline __attribute__((always_inline)) void multiply_tiles(const uint16_t 
   if (columns > 1) TILE_STORE(3, below + SIDE, to);
 }
 
-/* c [ROWS_OF_PAIRS][width] = or += a [ROWS_OF_PAIRS][pairs][2] times b [pairs][width][2], width a multiple of 16. Pairs
- * that are no whole steps are multiplied in registers: heads of 16 or 48, say. */
-static void multiply_pairs(const uint16_t *a, int64_t pairs, const uint16_t *b, float *c, int64_t width, int add) {
+/* As multiply_four, for ROWS_OF_PAIRS rows. Pairs that are no whole steps are multiplied in registers: heads of 16 or
+ * 48, say. */
+static void multiply_pairs(const uint16_t *a, int64_t a_stride, int64_t pairs, const uint16_t *b, int64_t width,
+                           int64_t columns, float *c, int add) {
   if (pairs % (STEP / 2)) {
     for (int64_t r = 0; r < ROWS_OF_PAIRS; r += TILE)
-      multiply_four(a + 2 * r * pairs, pairs, b, c + r * width, width, add);
+      multiply_four(a + r * a_stride, a_stride, pairs, b, width, columns, c + r * width, add);
     return;
   }
   int64_t d = 0;
-  for (; d + 2 * SIDE <= width; d += 2 * SIDE) multiply_tiles(a, pairs, b + 2 * d, c + d, width, 2, add);
-  if (d < width) multiply_tiles(a, pairs, b + 2 * d, c + d, width, 1, add);
+  for (; d + 2 * SIDE <= columns; d += 2 * SIDE) multiply_tiles(a, a_stride, pairs, b + 2 * d, width, c + d, 2, add);
+  if (d < columns) multiply_tiles(a, a_stride, pairs, b + 2 * d, width, c + d, 1, add);
 }

@@ -24,10 +24,12 @@ static inline __attribute__((always_inline)) void multiply_tile(const uint16_t *
     for (int s = 0; s < registers; s++) _mm512_storeu_ps(c + r * c_stride + 16 * s, sums[r][s]);
 }
 
-/* c [TILE][width] = or += a [TILE][pairs][2] times b [pairs][width][2], width a multiple of 16. */
-static void multiply_four(const uint16_t *a, int64_t pairs, const uint16_t *b, float *c, int64_t width, int add) {
+/* The first `columns` of c [TILE][width] = or += a [TILE][pairs][2], rows a_stride elements apart, times b
+ * [pairs][width][2]; columns are a multiple of 16. */
+static void multiply_four(const uint16_t *a, int64_t a_stride, int64_t pairs, const uint16_t *b, int64_t width,
+                          int64_t columns, float *c, int add) {
   int64_t d = 0;
-  for (; d + 16 * TILE <= width; d += 16 * TILE)
-    multiply_tile(a, 2 * pairs, b + 2 * d, width, c + d, width, pairs, TILE, add);
-  for (; d < width; d += 16) multiply_tile(a, 2 * pairs, b + 2 * d, width, c + d, width, pairs, 1, add);
+  for (; d + 16 * TILE <= columns; d += 16 * TILE)
+    multiply_tile(a, a_stride, b + 2 * d, width, c + d, width, pairs, TILE, add);
+  for (; d < columns; d += 16) multiply_tile(a, a_stride, b + 2 * d, width, c + d, width, pairs, 1, add);
 }

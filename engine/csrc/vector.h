@@ -8,12 +8,11 @@ static inline float v_sum(vec x) {
   return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
 }
 
-/* The largest; what is not a number counts for nothing. */
+/* The largest of numbers. */
 static inline float v_most(vec x) {
-  float each[LANES], most = -__builtin_inff();
-  v_store(each, x);
-  for (int i = 0; i < LANES; i++) most = each[i] > most ? each[i] : most;
-  return most;
+  __m128 half = v_larger_half(x);
+  half = _mm_max_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_max_ss(half, _mm_movehdup_ps(half)));
 }
 
 /* Four sums at once, each in the order in which v_sum adds. */

@@ -43,3 +43,4 @@ static inline void v_narrow(uint16_t *p, vec x) {
 }
 
 static inline __m128 v_halves(vec x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+static inline __m128 v_larger_half(vec x) { return _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }

@@ -44,8 +44,8 @@ def test_a_cancel_leaves_nothing_in_flight_in_any_domain() -> None:
     source, target = pair.permuted(512)
     for _ in range(10):
         pair.target[:] = 0xA5
-        transfer = pair.sender.schedule_layers(pair.chunk(source, target, counter=None))
         pages = pair.sender.stats().pages + int(pair.random.integers(1, 300))
+        transfer = pair.sender.schedule_layers(pair.chunk(source, target, counter=None))
         rig.until(lambda pages=pages: pair.sender.stats().pages >= pages, "some pages")
         transfer.cancel()
         ended = rig.end_of(pair.sender)

@@ -15,7 +15,6 @@
 #define MOST_SCORED 32   /* rows that are scored together */
 #define PIECES 4         /* of a product of many rows for a thread, so that all end at about the same time */
 #define LEAST_ROWS 96    /* of a piece: packing its weights costs as much as multiplying them with 15 */
-#define LINE 64
 #define ELEMENTS 16384   /* fewer are not worth waking a thread */
 #define ATTENDED 524288  /* nor is attending to fewer, of keys by the elements of query heads: 60 us on one thread */
 
@@ -100,7 +99,7 @@ static void dealt(const Product *p) {
 }
 
 /* Memory that begins with a cache line, or NULL. */
-static void *lines(int64_t bytes) { return aligned_alloc(LINE, (size_t)kv_padded(bytes, LINE)); }
+static void *lines(int64_t bytes) { return aligned_alloc(KV_LINE, (size_t)kv_padded(bytes, KV_LINE)); }
 
 static int multiply(Product p, const uint16_t *x) {
   p.x = x;

@@ -12,7 +12,6 @@
 
 #define GRAIN 48     /* elements between the halves of the MLP, or tokens, at a time: whole tiles, and vectors */
 #define TILE 32768   /* bytes of weights that are multiplied at a time where they are read more than once */
-#define LINE 64
 
 /* One thread's view of a step. All that is not const is written in one phase and read in others, but for
  * `normal` and `arranged`. */
@@ -180,12 +179,12 @@ typedef struct {
   int64_t arranged, normal, inner, heads, q, out; /* bytes; the first two are a thread's */
 } Sizes;
 
-static int64_t bytes_of(int64_t elements) { return kv_padded(elements * (int64_t)sizeof(uint16_t), LINE); }
+static int64_t bytes_of(int64_t elements) { return kv_padded(elements * (int64_t)sizeof(uint16_t), KV_LINE); }
 
 static Sizes sizes_of(const KvLevel *level, const KvStack *s, int64_t rows) {
   const int64_t q = s->heads * s->head_dim, inner = largest(s->between, q);
   return (Sizes){
-      .arranged = kv_padded(kv_arranged(level, rows, largest(s->hidden, inner)), LINE),
+      .arranged = kv_padded(kv_arranged(level, rows, largest(s->hidden, inner)), KV_LINE),
       .normal = bytes_of(rows * s->hidden),
       .inner = bytes_of(rows * inner),
       .heads = bytes_of(rows * heads_of(s) * s->head_dim),
@@ -199,7 +198,7 @@ int kv_run_layers(const KvStack *s, const KvStep *step, int64_t first, int64_t e
   const KvLevel *level = kv_used_level();
   const Sizes size = sizes_of(level, s, step->rows);
   const int64_t own = size.arranged + size.normal;
-  char *memory = aligned_alloc(LINE, (size_t)(threads * own + size.inner + size.heads + size.q + size.out));
+  char *memory = aligned_alloc(KV_LINE, (size_t)(threads * own + size.inner + size.heads + size.q + size.out));
   if (!memory) return -1;
   if (step->tokens) embed(s, step);
   KvTeam team = {0};

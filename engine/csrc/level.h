@@ -46,6 +46,7 @@ typedef struct {
 #define KV_ROWS 516
 #define KV_COLUMNS 32
 #define KV_QUERIES 32
+#define KV_LINE 64 /* bytes of a line of the cache */
 
 extern const KvLevel kv_avx2, kv_avx512, kv_amx;
 

@@ -6,7 +6,7 @@
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Bytes of SIDE rows, arranged. */
-static inline int64_t group_bytes(int64_t inputs) { return (inputs + STEP - 1) / STEP * STEP * SIDE * 2; }
+static inline int64_t group_bytes(int64_t inputs) { return kv_padded(inputs, STEP) * SIDE * 2; }
 
 /* x [rows][inputs] -> [rows / SIDE][inputs / STEP][STEP / 2][SIDE][2], zeros behind the ends. */
 static void arrange(const uint16_t *x, void *to, int64_t rows, int64_t inputs) {

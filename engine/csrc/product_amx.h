@@ -73,7 +73,7 @@ static inline __attribute__((always_inline)) void end_sums(Sums *sums, int tiles
   if (groups > 1 && tiles > 1) TILE_STORE(3, sums->of[1][1], 64);
 }
 
-/* Has two of the rows of y at hand that are written next, a few in each step: 1.08 times as fast, and all at once slower. */
+/* Has two of the rows of y at hand that are written next, in each step: 1.08 times as fast, and all at once slower. */
 static inline void fetch(const Some *s, int64_t step) {
   const int64_t row = 2 * step;
   if (row + 1 >= lesser(s->rows, 2 * SIDE)) return;

@@ -106,8 +106,11 @@ bool kf_schedule_follow(kf_transfer *transfer) {
 }
 
 bool kf_schedule_watch(kf_engine *engine) {
-  bool moved = false;
-  for (kf_transfer *t = engine->active.next; t != &engine->active; t = t->next)
+  bool moved = false, more = false;
+  for (kf_transfer *t = engine->active.next; t != &engine->active; t = t->next) {
     if (kf_schedule_follow(t)) moved = true;
+    if (follows(t)) more = true;
+  }
+  engine->pace.layers = more;
   return moved;
 }

@@ -34,7 +34,8 @@ typedef struct {
   uint64_t arrival_ns; /* from a slot's arming to progress */
   uint64_t crowded_until_ns;
   uint64_t crowded_for_ns; /* the next time */
-  bool armed; /* `since_ns` is the time of an arming */
+  bool layers; /* of a forward pass will be posted */
+  bool armed;  /* `since_ns` is the time of an arming */
 } kf_pace;
 
 void kf_pace_progress(kf_pace *pace, uint64_t now);

@@ -22,6 +22,13 @@
 #define multiply_pairs multiply_four
 
 #define KEYS 64
+#define ROWS_OF_PART TILE
+
+/* Scores of the rows of a part. */
+static void score_part(const uint16_t *q, int64_t dim, const uint16_t *k, int64_t keys, float *scores, int r) {
+  multiply_four(q + r * dim, dim, dim / 2, k, KEYS, keys, scores + r * KEYS, 0);
+}
+
 #include "attend_chunk_pairs.h"
 #include "elementwise.h"
 #include "few_rows_avx512.h"

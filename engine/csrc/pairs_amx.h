@@ -49,3 +49,12 @@ static void multiply_pairs(const uint16_t *a, int64_t a_stride, int64_t pairs, c
   for (; d + 2 * SIDE <= columns; d += 2 * SIDE) multiply_tiles(a, a_stride, pairs, b + 2 * d, width, c + d, 2, add);
   if (d < columns) multiply_tiles(a, a_stride, pairs, b + 2 * d, width, c + d, 1, add);
 }
+
+/* A part of the scores of a block is some of its keys against all rows. */
+#define KEYS_OF_PART (2 * SIDE)
+#define ROWS_OF_PART (KV_QUERIES * KEYS_OF_PART / KEYS)
+
+static void score_part(const uint16_t *q, int64_t dim, const uint16_t *k, int64_t keys, float *scores, int r) {
+  const int64_t first = r / ROWS_OF_PART * KEYS_OF_PART;
+  if (first < keys) multiply_pairs(q, dim, dim / 2, k + 2 * first, KEYS, KEYS_OF_PART, scores + first, 0);
+}

@@ -122,6 +122,18 @@ def test_a_long_context_and_the_widest_heads_attend_in_blocks(level):
     torch.testing.assert_close(plan.run(1, q).double(), exact, rtol=2**-7, atol=2**-8)
 
 
+@pytest.mark.parametrize("step", [0.02, 0.3, -0.3, 3.0])
+def test_scores_that_grow_or_fall_along_the_context_are_weighed_right(level, step):
+    of = Sequences(6, group=1, kv_heads=1, head_dim=64, page_size=16)
+    piece = of.slice(0, 300)
+    q = torch.full((300, 1, 64), 0.125).bfloat16()
+    k = (of.noise(300, 1) * 0.5 + step * torch.arange(300)[:, None, None]).bfloat16()
+    v = of.noise(300, 1)
+    plan = of.plan([piece])
+    plan.append_kv(1, k, v)
+    torch.testing.assert_close(plan.run(1, q).double(), expected(q, k, v), rtol=2**-6, atol=2**-6)
+
+
 @pytest.mark.parametrize("new", [1, 40])
 def test_a_key_that_is_not_a_number_spoils_its_own_sequence_alone(level, new):
     of = Sequences(4, group=2, kv_heads=1, head_dim=16, page_size=8)

@@ -9,6 +9,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "chunk.h"
 #include "level.h"
 
 #define OUTPUTS 48       /* outputs of a product that a thread takes at a time: their weights stay in its cache */
@@ -167,18 +168,16 @@ void kv_attend_rows(const KvLayer *layer, const uint16_t *q, int64_t stride, uin
   }
 }
 
-static int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
-
 /* Rows that a thread takes at a time: as many as it may, since weights are packed anew for them, but enough pieces for
  * all threads. */
 static int64_t rows_at_a_time(int64_t rows, int64_t tiles) {
-  int64_t pieces = blocks(rows, KV_ROWS), wanted = blocks(PIECES * omp_get_max_threads(), tiles);
+  int64_t pieces = kv_blocks(rows, KV_ROWS), wanted = kv_blocks(PIECES * omp_get_max_threads(), tiles);
   if (pieces < wanted) pieces = wanted < rows / LEAST_ROWS ? wanted : rows / LEAST_ROWS;
-  return kv_padded(pieces > 1 ? blocks(rows, pieces) : rows < KV_ROWS ? rows : KV_ROWS, level->together);
+  return kv_padded(pieces > 1 ? kv_blocks(rows, pieces) : rows < KV_ROWS ? rows : KV_ROWS, level->together);
 }
 
 int kv_many_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs) {
-  const int64_t tiles_of_outputs = blocks(outputs, KV_COLUMNS), most = rows_at_a_time(rows, tiles_of_outputs);
+  const int64_t tiles_of_outputs = kv_blocks(outputs, KV_COLUMNS), most = rows_at_a_time(rows, tiles_of_outputs);
   const int64_t group = level->together;
   char *arranged = lines(kv_arranged(level, rows, inputs));
   if (!arranged) return -1;
@@ -190,7 +189,7 @@ int kv_many_rows(const uint16_t *w, const uint16_t *x, uint16_t *y, int64_t rows
       level->arrange_many(x + r * inputs, arranged + kv_arranged(level, r, inputs), rows - r < group ? rows - r : group,
                           inputs);
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < tiles_of_outputs * blocks(rows, most); i++) {
+    for (int64_t i = 0; i < tiles_of_outputs * kv_blocks(rows, most); i++) {
       int64_t o = i % tiles_of_outputs * KV_COLUMNS, r = i / tiles_of_outputs * most;
       int64_t columns = outputs - o < KV_COLUMNS ? outputs - o : KV_COLUMNS;
       level->many_rows(w + o * inputs, arranged + kv_arranged(level, r, inputs), y + r * outputs + o, outputs,
@@ -206,33 +205,17 @@ int64_t kv_chunk_work(const KvLayer *layer, int64_t len) {
   return 2 * layer->kv_heads * kv_padded(len, level->keys) * layer->head_dim * level->packed;
 }
 
-static void pack(const KvLayer *layer, const int64_t *table, int64_t len, uint8_t *work) {
-  const int64_t each = blocks(len, level->keys), size = level->keys * layer->head_dim * level->packed;
-#pragma omp parallel for schedule(static)
-  for (int64_t i = 0; i < layer->kv_heads * each; i++) {
-    uint8_t *k = work + (i / each * each + i) * size;
-    level->pack_block(layer, i / each, table, i % each * level->keys, len, k, k + each * size);
-  }
-}
-
 void kv_attend_chunk(const KvLayer *layer, const uint16_t *q, int64_t stride, uint16_t *out, const int64_t *table,
                      int64_t start, int64_t tokens, uint8_t *work) {
-  const int64_t heads = layer->kv_heads * layer->group, dim = layer->head_dim, queries = level->queries;
-  const int64_t each = blocks(tokens, queries);
-  const int64_t packed = kv_padded(start + tokens, level->keys) * dim * level->packed;
-  pack(layer, table, start + tokens, work);
-  /* From the last tokens on, which see the most: what is left in the end is small. */
+  const KvChunk chunk = {0, tokens, start, table};
 #pragma omp parallel
   {
     begin();
+#pragma omp for schedule(static)
+    for (int64_t i = 0; i < kv_pack_pieces(level, layer, &chunk); i++) kv_pack_piece(level, layer, &chunk, work, i);
 #pragma omp for schedule(dynamic)
-    for (int64_t i = 0; i < each * heads; i++) {
-      int64_t first = (each - 1 - i / heads) * queries, h = i % heads;
-      int64_t rows = tokens - first < queries ? tokens - first : queries;
-      const uint8_t *k = work + 2 * (h / layer->group) * packed;
-      level->attend_block(layer, q + first * stride + h * dim, out + (first * heads + h) * dim, stride, heads * dim, rows,
-                          start + first, k, k + packed);
-    }
+    for (int64_t i = 0; i < kv_attend_pieces(level, layer, &chunk); i++)
+      kv_attend_piece(level, layer, &chunk, q, stride, out, work, i);
     end();
   }
 }

@@ -73,7 +73,14 @@ typedef struct {
   float eps, scale;
 } KvStack;
 
-/* A step's rows, each of which attends by itself. */
+/* Rows [first, first + tokens) of a step: one sequence's from position `start` on, which attend in blocks, to the pages of
+ * `table`. */
+typedef struct {
+  int64_t first, tokens, start;
+  const int64_t *table;
+} KvChunk;
+
+/* A step's rows, each of which attends by itself or in a chunk. */
 typedef struct {
   uint16_t *x; /* [rows][hidden], the residual stream */
   int64_t rows;
@@ -82,10 +89,15 @@ typedef struct {
   const int64_t *positions;
   uint16_t *pool; /* pages of layer 0; the next layer's are layer_stride elements on */
   int64_t layer_stride, page_size;
-  const int64_t *slots, *tables, *lens; /* as in kv_append and kv_attend_rows */
+  const int64_t *slots;         /* of each row, as in kv_append */
+  const int64_t *tables, *lens; /* of the rows that attend by themselves, as in kv_attend_rows */
   int64_t width;
   const int64_t *opened; /* pages that are filled with zeros first */
   int64_t opened_pages;
+  const int64_t *alone; /* which rows attend by themselves; where there is no chunk it may be NULL, and all do */
+  int64_t alone_count;
+  const KvChunk *chunks; /* at level 3 alone */
+  int64_t chunk_count;
 } KvStep;
 
 /* Runs halves [first, end) of the layers: 2 l is the attention of layer l, 2 l + 1 its MLP, each on the norm of x and added

@@ -5,34 +5,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "chunk.h"
 #include "level.h"
 #include "team.h"
+#include "work.h"
 
 #if defined(__x86_64__)
 
+#include "many_rows_layers.h"
+
+#define MOST_FEW 64  /* rows up to which each thread computes norms for itself, in fewer phases */
 #define GRAIN 48     /* elements between the halves of the MLP, or tokens, at a time: whole tiles, and vectors */
 #define TILE 32768   /* bytes of weights that are multiplied at a time where they are read more than once */
-
-/* One thread's view of a step. All that is not const is written in one phase and read in others, but for
- * `normal` and `arranged`. */
-typedef struct {
-  KvTeam *team;
-  const KvLevel *level;
-  const KvStack *stack;
-  const KvStep *step;
-  const KvDense *layer;
-  KvLayer pages;
-  uint16_t *normal;    /* the norm of the residual stream, which each thread computes for itself */
-  void *arranged;      /* inputs of a product, arranged, also by each for itself */
-  uint16_t *inner;     /* what attention gives, and what is between the halves of the MLP */
-  uint16_t *heads, *q; /* before and after turning */
-  uint16_t *out;       /* of a product, [rows][outputs] */
-} Work;
-
-static int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-static int64_t heads_of(const KvStack *stack) { return stack->heads + 2 * stack->kv_heads; }
 
 /* x [rows][inputs] as few_rows wants it. Sooner done by each thread than by one that the others wait for. */
 static const void *arranged(const Work *w, const uint16_t *x, int64_t inputs) {
@@ -70,32 +54,12 @@ static void project(const Work *w, const uint16_t *weights, int64_t inputs) {
   kv_meet(w->team);
 }
 
-/* Turns a head of row r, a query for attention, a key into the pool; a value is put beside its key. */
-static void place_head(const Work *w, int64_t r, int64_t h) {
-  const KvStack *s = w->stack;
-  const KvStep *step = w->step;
-  const int64_t dim = s->head_dim, tokens = w->pages.page_size, slot = step->slots[r], turned = s->heads + s->kv_heads;
-  uint16_t *head = w->heads + (r * heads_of(s) + h) * dim, *to = w->q + (r * s->heads + h) * dim;
-  if (h >= s->heads) {
-    const int64_t of = (h - s->heads) % s->kv_heads, value = h >= turned;
-    to = w->pages.pages + (((slot / tokens * s->kv_heads + of) * 2 + value) * tokens + slot % tokens) * dim;
-    if (value) {
-      memcpy(to, head, (size_t)dim * sizeof(*to));
-      return;
-    }
-  }
-  const uint16_t *weights = w->layer->head_norm;
-  if (weights) w->level->rms_norm(head, h < s->heads ? weights : weights + dim, head, dim, s->eps);
-  const int64_t at = step->positions[r] * dim;
-  w->level->rotate(head, s->cos + at, s->sin + at, to, dim);
-}
-
 static void make_heads(const Work *w, const void *x) {
   const int64_t dim = w->stack->head_dim, all = heads_of(w->stack);
   for (int64_t h, end; kv_take(w->team, all, &h, &end);) {
     multiply(w, w->layer->qkv, x, w->heads, all * dim, w->stack->hidden, h * dim, end * dim);
     for (; h < end; h++)
-      for (int64_t r = 0; r < w->step->rows; r++) place_head(w, r, h);
+      for (int64_t r = 0; r < w->step->rows; r++) place_head(w, r, h, w->heads + (r * all + h) * dim);
   }
   kv_meet(w->team);
 }
@@ -119,7 +83,6 @@ static void clear(const Work *w) {
 }
 
 static void attention(const Work *w) {
-  if (w->step->opened_pages) clear(w);
   make_heads(w, norm(w, w->layer->attention_norm));
   attend_heads(w);
   project(w, w->layer->output, w->stack->heads * w->stack->head_dim);
@@ -145,26 +108,54 @@ static void feed_forward(const Work *w) {
   project(w, w->layer->down, w->stack->between);
 }
 
-static void score(const Work *w) {
+static void score(const Work *w, const void *x) {
   const KvStack *s = w->stack;
   const int64_t rows = w->step->rows;
-  const void *x = norm(w, s->norm);
   for (int64_t i, last; kv_take(w->team, (s->vocabulary + GRAIN - 1) / GRAIN, &i, &last);)
     kv_score_part(s->head, x, w->step->logits, rows, s->vocabulary, s->hidden, i * GRAIN,
                   least(last * GRAIN, s->vocabulary));
 }
 
-static void run_halves(Work w, int64_t first, int64_t end) {
+/* What a step's rows go through, as few or as many. */
+typedef struct {
+  void (*attention)(const Work *w);
+  void (*feed_forward)(const Work *w);
+  const void *(*norm)(const Work *w, const uint16_t *weights); /* arranged */
+  void (*own)(Work *w, uintptr_t *at), (*shared)(Work *w, uintptr_t *at);
+} Way;
+
+static void own_of_few(Work *w, uintptr_t *at) {
+  const KvStack *s = w->stack;
+  const int64_t rows = w->step->rows, inputs = largest(largest(s->hidden, s->between), s->heads * s->head_dim);
+  w->arranged = part(at, kv_arranged(w->level, rows, inputs));
+  w->normal = elements(at, rows * s->hidden);
+}
+
+static void shared_of_few(Work *w, uintptr_t *at) {
+  const KvStack *s = w->stack;
+  const int64_t rows = w->step->rows, q = s->heads * s->head_dim;
+  w->inner = elements(at, rows * largest(s->between, q));
+  w->heads = elements(at, rows * heads_of(s) * s->head_dim);
+  w->q = elements(at, rows * q);
+  w->out = elements(at, rows * largest(s->hidden, 2 * s->between));
+}
+
+static const Way few = {attention, feed_forward, norm, own_of_few, shared_of_few};
+static const Way many = {attention_many, feed_forward_many, norm_many, own_of_many, shared_of_many};
+
+static void run_halves(Work w, const Way *way, int64_t first, int64_t end) {
   if (w.level->begin) w.level->begin();
   for (int64_t half = first; half < end; half++) {
     w.layer = w.stack->layers + half / 2;
     w.pages.pages = w.step->pool + half / 2 * w.step->layer_stride;
     if (half % 2)
-      feed_forward(&w);
-    else
-      attention(&w);
+      way->feed_forward(&w);
+    else {
+      if (w.step->opened_pages) clear(&w);
+      way->attention(&w);
+    }
   }
-  if (w.step->logits) score(&w);
+  if (w.step->logits) score(&w, way->norm(&w, w.stack->norm));
   if (w.level->end) w.level->end();
 }
 
@@ -174,49 +165,31 @@ static void embed(const KvStack *stack, const KvStep *step) {
     memcpy(step->x + r * stack->hidden, stack->embedding + step->tokens[r] * stack->hidden, size);
 }
 
-/* Memory for so many elements of bfloat16 and what is arranged, in whole cache lines: no two threads write to one. */
-typedef struct {
-  int64_t arranged, normal, inner, heads, q, out; /* bytes; the first two are a thread's */
-} Sizes;
-
-static int64_t bytes_of(int64_t elements) { return kv_padded(elements * (int64_t)sizeof(uint16_t), KV_LINE); }
-
-static Sizes sizes_of(const KvLevel *level, const KvStack *s, int64_t rows) {
-  const int64_t q = s->heads * s->head_dim, inner = largest(s->between, q);
-  return (Sizes){
-      .arranged = kv_padded(kv_arranged(level, rows, largest(s->hidden, inner)), KV_LINE),
-      .normal = bytes_of(rows * s->hidden),
-      .inner = bytes_of(rows * inner),
-      .heads = bytes_of(rows * heads_of(s) * s->head_dim),
-      .q = bytes_of(rows * q),
-      .out = bytes_of(rows * largest(s->hidden, 2 * s->between)),
-  };
-}
-
 int kv_run_layers(const KvStack *s, const KvStep *step, int64_t first, int64_t end) {
   const int threads = omp_get_max_threads();
   const KvLevel *level = kv_used_level();
-  const Sizes size = sizes_of(level, s, step->rows);
-  const int64_t own = size.arranged + size.normal;
-  char *memory = aligned_alloc(KV_LINE, (size_t)(threads * own + size.inner + size.heads + size.q + size.out));
-  if (!memory) return -1;
-  if (step->tokens) embed(s, step);
-  KvTeam team = {0};
+  const Way *way = step->chunk_count || (step->rows > MOST_FEW && step->rows <= level->once) ? &many : &few;
+  KvTeam team = {.threads = threads};
   Work work = {.team = &team, .level = level, .stack = s, .step = step};
   work.pages = (KvLayer){NULL, s->kv_heads, step->page_size, s->head_dim, s->heads / s->kv_heads, s->scale};
-  char *shared = memory + threads * own;
-  work.inner = (uint16_t *)shared;
-  work.heads = (uint16_t *)(shared + size.inner);
-  work.q = (uint16_t *)(shared + size.inner + size.heads);
-  work.out = (uint16_t *)(shared + size.inner + size.heads + size.q);
+  uintptr_t own = 0, shared = 0;
+  way->own(&work, &own);
+  way->shared(&work, &shared);
+  char *memory = aligned_alloc(KV_LINE, (uintptr_t)threads * own + shared);
+  if (!memory) return -1;
+  if (step->tokens) embed(s, step);
+  shared = (uintptr_t)memory + (uintptr_t)threads * own;
+  way->shared(&work, &shared);
+  if (team.shares) memset(team.shares, 0, (size_t)threads * sizeof(*team.shares));
 #pragma omp parallel num_threads(threads)
   {
     Work mine = work;
-    mine.arranged = memory + omp_get_thread_num() * own;
-    mine.normal = (uint16_t *)((char *)mine.arranged + size.arranged);
+    mine.thread = omp_get_thread_num();
+    uintptr_t at = (uintptr_t)memory + (uintptr_t)mine.thread * own;
+    way->own(&mine, &at);
     /* Each says it to itself: nobody would come to meet the others before they have been counted. */
     atomic_store(&team.threads, omp_get_num_threads());
-    run_halves(mine, first, end);
+    run_halves(mine, way, first, end);
   }
   free(memory);
   return 0;

@@ -16,7 +16,7 @@ typedef struct {
   /* Outputs [first, end) of the product. */
   void (*few_rows)(const uint16_t *w, const void *x, uint16_t *y, int64_t rows, int64_t outputs, int64_t inputs,
                    int64_t first, int64_t end);
-  int64_t once;  /* rows that it reads weights once for */
+  int64_t once;  /* rows that it reads weights once for; beyond any number it is also the product of many rows */
   int64_t grain; /* outputs that it takes as many of as it does of one */
   void (*widen)(const uint16_t *x, float *y, int64_t size);
   /* x += y. */

@@ -1,6 +1,6 @@
 """Whole layers in C: the structures of csrc/kernels.h that kv_run_layers reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -77,12 +77,13 @@ class KernelLayers:
         self._run(x, 0, halves, ends | self._attention(positions, plan))
         return logits
 
-    def attend(self, x: torch.Tensor, halves: int, positions: torch.Tensor, plan: KernelPlan) -> None:
-        """Run the first `halves` of the layers on x [T, E], dense, in place.
+    def over(self, x: torch.Tensor, positions: torch.Tensor, plan: KernelPlan) -> Callable[[int, int], None]:
+        """Return what runs halves [first, end) of the layers on x [T, E], dense, in place.
 
         Half 2 l is the attention of layer l, 2 l + 1 its MLP.
         """
-        self._run(x, 0, halves, self._attention(positions, plan))
+        step = self._step(x, self._attention(positions, plan))
+        return lambda first, end: self._kernels.run_layers(self._stack, step, first, end)
 
     def feed_forward(self, x: torch.Tensor, layer: int) -> None:
         """Run the MLP of a layer on x [T, E], dense, in place."""
@@ -92,5 +93,7 @@ class KernelLayers:
         return {"positions": self._kernels.ints(positions)} | plan.step()
 
     def _run(self, x: torch.Tensor, first: int, end: int, more: dict[str, Any]) -> None:
-        step = {"x": self._kernels.at(x), "rows": len(x)} | more
-        self._kernels.run_layers(self._stack, self._kernels.new("KvStep *", step), first, end)
+        self._kernels.run_layers(self._stack, self._step(x, more), first, end)
+
+    def _step(self, x: torch.Tensor, more: dict[str, Any]) -> Any:  # noqa: ANN401 - a structure of cffi
+        return self._kernels.new("KvStep *", {"x": self._kernels.at(x), "rows": len(x)} | more)

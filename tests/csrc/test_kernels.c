@@ -129,9 +129,31 @@ static uint32_t layers(int64_t rows, int64_t len, int64_t size) {
   float *logits = place((size_t)(rows * VOCABULARY) * sizeof *logits);
   const KvStep step = {space(rows * size), rows, filled(rows, VOCABULARY - 1), logits, filled(rows, len - 1),
                        numbers(2 * pages * page), pages * page, PAGE, slots, places(pages, 0), filled(rows, len), width,
-                       places(1, pages - 1), len % PAGE == 1};
+                       places(1, pages - 1), len % PAGE == 1, NULL, 0, NULL, 0};
   CHECK(kv_run_layers(&stack, &step, 0, 4) == 0);
   return sum_of(step.x, rows * size) ^ sum_of(logits, 2 * rows * VOCABULARY);
+}
+
+/* A row that attends by itself between two chunks of `rows` rows, the last of them at `len` tokens. */
+static uint32_t chunked(int64_t rows, int64_t len, int64_t size) {
+  const int64_t dim = 16, heads = 4, between = size + 8, width = (len + PAGE - 1) / PAGE, all = 2 * rows + 1;
+  const KvDense dense = {numbers(size), numbers((heads + 2 * KV_HEADS) * dim * size), numbers(2 * dim),
+                         numbers(size * heads * dim), numbers(size), numbers(2 * between * size), numbers(size * between)};
+  const KvStack stack = {&dense, NULL, numbers(size), numbers(VOCABULARY * size), numbers(len * dim), numbers(len * dim),
+                         VOCABULARY, size, heads, KV_HEADS, dim, between, 1e-5f, 0.25f};
+  int64_t *slots = filled(all, len - 1), *positions = filled(all, len - 1);
+  for (int64_t r = 0; r < all; r++) {
+    if (r != rows) positions[r] = len - rows + (r < rows ? r : r - rows - 1);
+    slots[r] = (r < rows ? 0 : r > rows ? 2 : 1) * width * PAGE + positions[r];
+  }
+  const KvChunk chunks[] = {{0, rows, len - rows, places(width, 0)}, {rows + 1, rows, len - rows, places(width, 2 * width)}};
+  float *logits = place((size_t)(all * VOCABULARY) * sizeof *logits);
+  const KvStep step = {.x = numbers(all * size), .rows = all, .logits = logits, .positions = positions,
+                       .pool = numbers(3 * width * KV_HEADS * 2 * PAGE * dim), .page_size = PAGE, .slots = slots,
+                       .tables = places(width, width), .lens = filled(1, len), .width = width, .alone = filled(1, rows),
+                       .alone_count = 1, .chunks = chunks, .chunk_count = 2};
+  CHECK(kv_run_layers(&stack, &step, 0, 2) == 0);
+  return sum_of(step.x, all * size) ^ sum_of(logits, 2 * all * VOCABULARY);
 }
 
 static void both_ways(uint32_t (*run)(int64_t, int64_t, int64_t), int64_t a, int64_t b, int64_t c) {
@@ -162,10 +184,14 @@ int main(void) {
       for (size_t l = 0; l < OF(lens); l++) {
         for (size_t d = 0; d < OF(dims); d++)
           if (rows[r] <= lens[l]) both_ways(attention, rows[r], lens[l], dims[d]);
-        for (size_t s = 0; s < OF(sizes); s++) both_ways(layers, rows[r], lens[l], sizes[s]);
+        for (size_t s = 0; s < OF(sizes); s++) {
+          both_ways(layers, rows[r], lens[l], sizes[s]);
+          if (level == 3 && rows[r] <= lens[l]) both_ways(chunked, rows[r], lens[l], sizes[s]);
+        }
       }
     }
     both_ways(products, 600, 33, 300); /* more than one piece of rows, and of inputs */
+    if (level == 3) both_ways(chunked, 137, 150, 72);
   }
   return 0;
 }

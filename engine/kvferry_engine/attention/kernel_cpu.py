@@ -51,6 +51,7 @@ class KernelPlan:
         self._few = _plan_rows(batch, np.flatnonzero(~chunked[batch.owners]))
         self._chunks = [_plan_chunk(batch, int(index)) for index in np.flatnonzero(chunked)]
         self._work: torch.Tensor | None = None
+        self._held: Any = None  # C has its address alone
 
     @staticmethod
     def fits(pool: KVPool) -> bool:
@@ -63,20 +64,34 @@ class KernelPlan:
         return not self._chunks
 
     def step(self) -> dict[str, Any]:
-        """What a KvStep says of attention, where all tokens attend one by one; good for as long as the plan lives."""
-        assert self._few is not None
+        """What a KvStep says of attention; good for as long as the plan lives."""
         at, ints, pool = self._kernels.at, self._kernels.ints, self._pool.tensor
-        return {
+        step = {
             "pool": at(pool),
             "layer_stride": pool.stride(0),
             "page_size": self._pool.layout.page_size,
             "slots": ints(self._slots),
-            "tables": ints(self._few.tables),
-            "lens": ints(self._few.lens),
-            "width": self._few.tables.shape[1],
             "opened": ints(self._opened),
             "opened_pages": len(self._opened),
         }
+        return step | self._step_of_rows() | self._step_of_chunks()
+
+    def _step_of_rows(self) -> dict[str, Any]:
+        if self._few is None:
+            return {}
+        ints, few = self._kernels.ints, self._few
+        step = {"tables": ints(few.tables), "lens": ints(few.lens), "width": few.tables.shape[1]}
+        return step | {"alone": ints(few.rows), "alone_count": len(few.rows)}
+
+    def _step_of_chunks(self) -> dict[str, Any]:
+        if not self._chunks:
+            return {}  # a decode step, which has no time to lose
+        chunks = [
+            (each.rows.start, each.kv_len - each.start, each.start, self._kernels.ints(each.table))
+            for each in self._chunks
+        ]
+        self._held = self._kernels.new("KvChunk[]", chunks)
+        return {"chunks": self._held, "chunk_count": len(chunks)}
 
     def append_kv(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write k and v [T, kv heads, D] to their places, in pages cleared of what an earlier owner left."""

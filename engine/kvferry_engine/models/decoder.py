@@ -64,7 +64,7 @@ class DecoderModel(Model):
         stack, every = self._stack, rows is not None and len(rows) == batch.token_count
         if stack is not None and on_layer is ignore and every and stack.few(batch.token_count):
             plan = self.plan(batch, pool)
-            if stack.attends(plan):
+            if stack.takes(batch.token_count, plan):
                 return stack.score(batch.tokens, batch.positions, plan)
         return super()._logits(batch, pool, on_layer, rows)
 
@@ -80,8 +80,8 @@ class DecoderModel(Model):
         plan = self.plan(batch, pool)
         x = self.embedding(batch.tokens)  # [T, E]
         stack = self._stack
-        if stack is not None and on_layer is ignore and stack.few(len(x)) and stack.attends(plan):
-            stack.attend(x, batch.positions, plan)
+        if stack is not None and stack.takes(len(x), plan):
+            stack.attend(x, batch.positions, plan, on_layer)
             return x
         turn = self.rope.at(batch.positions)
         for index, layer in enumerate(self.layers):

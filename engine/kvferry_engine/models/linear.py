@@ -25,10 +25,10 @@ FEW_ROWS = 128
 NARROW_ROWS = 2
 """Up to here a 16-bit product is bound by reading the weights, of which it reads half the bytes."""
 FUSED_ROWS = {AVX2: 16, AVX512: 32, AMX: 64}
-"""Up to here a step's layers are one call, and a product is that of few rows.
+"""Up to here a step's layers are one call, from tokens to logits, and a product is that of few rows.
 
 With AVX2 it is faster up to here than the one that widens and packs weights first, with AVX-512 it is as fast as the
-library's. With AMX few rows and many are one product.
+library's. With AMX few rows and many are one product, and the layers of more rows are one call as well.
 """
 WIDENED = 1 << 21
 """Elements of a matrix that are widened at a time, so that they are still in the cache when they are multiplied."""

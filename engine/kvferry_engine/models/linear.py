@@ -2,7 +2,7 @@
 
 A decode step is bound by reading the weights once, which kernels of our own do in bfloat16. On CPUs with AVX2 they
 multiply many rows as well, 1.4 times as fast as the library does weights that are widened for it, and on those with AMX
-0.9 to 1.4 times as fast as the library does with tiles of its own. Of the libraries, measured with AVX2: they multiply
+0.8 to 1.9 times as fast as the library does with tiles of its own. Of the libraries, measured with AVX2: they multiply
 few rows by a large matrix two to three times faster as W x^T than as x W^T; one row alone is not spread over the cores;
 and dtypes of 16 bits have no fast kernel beyond a row or two, so widening the weights, a layer at a time and thus
 within the cache, is up to eight times faster.

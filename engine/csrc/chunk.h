@@ -4,8 +4,6 @@
 
 #include "level.h"
 
-static inline int64_t kv_blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
-
 static inline int64_t kv_chunk_len(const KvChunk *chunk) { return chunk->start + chunk->tokens; }
 
 /* Bytes of all packed keys of one KV head, or of its values. */

@@ -94,7 +94,7 @@ typedef struct {
   int64_t width;
   const int64_t *opened; /* pages that are filled with zeros first */
   int64_t opened_pages;
-  const int64_t *alone; /* which rows attend by themselves; where there is no chunk it may be NULL, and all do */
+  const int64_t *alone; /* which rows attend by themselves: all where there is no chunk */
   int64_t alone_count;
   const KvChunk *chunks; /* at level 3 alone */
   int64_t chunk_count;

@@ -45,7 +45,7 @@ static void multiply(const Work *w, const uint16_t *weights, const void *x, uint
 static void project(const Work *w, const uint16_t *weights, int64_t inputs) {
   const int64_t size = w->stack->hidden, grain = w->level->grain;
   const void *x = arranged(w, w->inner, inputs);
-  for (int64_t i, last; kv_take(w->team, (size + grain - 1) / grain, &i, &last);) {
+  for (int64_t i, last; kv_take(w->team, kv_blocks(size, grain), &i, &last);) {
     const int64_t first = i * grain, end = least(last * grain, size);
     multiply(w, weights, x, w->out, size, inputs, first, end);
     for (int64_t r = 0; r < w->step->rows; r++)
@@ -65,12 +65,9 @@ static void make_heads(const Work *w, const void *x) {
 }
 
 static void attend_heads(const Work *w) {
-  const KvStep *step = w->step;
-  const int64_t heads = w->stack->kv_heads, size = w->pages.group * w->stack->head_dim;
-  for (int64_t i, end; kv_take(w->team, step->rows * heads, &i, &end);)
-    for (; i < end; i++)
-      w->level->attend_row(&w->pages, i % heads, w->q + i * size, w->inner + i * size,
-                           step->tables + i / heads * step->width, step->lens[i / heads]);
+  const int64_t heads = w->stack->kv_heads;
+  for (int64_t i, end; kv_take(w->team, w->step->alone_count * heads, &i, &end);)
+    for (; i < end; i++) attend_alone(w, i / heads, i % heads);
   kv_meet(w->team);
 }
 
@@ -91,7 +88,7 @@ static void attention(const Work *w) {
 /* The first half of the MLP: gate and up of the same elements, and what is made of the two. */
 static void gate(const Work *w, const void *x) {
   const int64_t size = w->stack->between, inputs = w->stack->hidden;
-  for (int64_t i, last; kv_take(w->team, (size + GRAIN - 1) / GRAIN, &i, &last);) {
+  for (int64_t i, last; kv_take(w->team, kv_blocks(size, GRAIN), &i, &last);) {
     const int64_t first = i * GRAIN, end = least(last * GRAIN, size);
     multiply(w, w->layer->gate_up, x, w->out, 2 * size, inputs, first, end);
     multiply(w, w->layer->gate_up, x, w->out, 2 * size, inputs, size + first, size + end);
@@ -111,7 +108,7 @@ static void feed_forward(const Work *w) {
 static void score(const Work *w, const void *x) {
   const KvStack *s = w->stack;
   const int64_t rows = w->step->rows;
-  for (int64_t i, last; kv_take(w->team, (s->vocabulary + GRAIN - 1) / GRAIN, &i, &last);)
+  for (int64_t i, last; kv_take(w->team, kv_blocks(s->vocabulary, GRAIN), &i, &last);)
     kv_score_part(s->head, x, w->step->logits, rows, s->vocabulary, s->hidden, i * GRAIN,
                   least(last * GRAIN, s->vocabulary));
 }
@@ -134,7 +131,7 @@ static void own_of_few(Work *w, uintptr_t *at) {
 static void shared_of_few(Work *w, uintptr_t *at) {
   const KvStack *s = w->stack;
   const int64_t rows = w->step->rows, q = s->heads * s->head_dim;
-  w->inner = elements(at, rows * largest(s->between, q));
+  w->inner = w->attended = elements(at, rows * largest(s->between, q));
   w->heads = elements(at, rows * heads_of(s) * s->head_dim);
   w->q = elements(at, rows * q);
   w->out = elements(at, rows * largest(s->hidden, 2 * s->between));

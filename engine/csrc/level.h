@@ -50,7 +50,9 @@ typedef struct {
 
 extern const KvLevel kv_avx2, kv_avx512, kv_amx;
 
-static inline int64_t kv_padded(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
+static inline int64_t kv_blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
+
+static inline int64_t kv_padded(int64_t count, int64_t to) { return kv_blocks(count, to) * to; }
 
 /* Bytes of rows of inputs, arranged. */
 static inline int64_t kv_arranged(const KvLevel *level, int64_t rows, int64_t inputs) {

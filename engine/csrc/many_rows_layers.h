@@ -90,14 +90,6 @@ static int64_t in_all(const Work *w, Pieces *pieces) {
   return sum;
 }
 
-/* One KV head of the i'th row that attends by itself. */
-static void attend_alone(const Work *w, int64_t i, int64_t head) {
-  const KvStep *step = w->step;
-  const int64_t row = step->alone ? step->alone[i] : i, size = w->pages.group * w->stack->head_dim;
-  const int64_t at = (row * w->stack->kv_heads + head) * size;
-  w->level->attend_row(&w->pages, head, w->q + at, w->attended + at, step->tables + i * step->width, step->lens[i]);
-}
-
 /* Packs what chunks attend to, and has those rows attend that do so by themselves: both need no more than the pool. */
 static void pack_and_attend(const Work *w) {
   const int64_t heads = w->stack->kv_heads, alone = heads * w->step->alone_count;

@@ -5,7 +5,7 @@
  * The weights of 32 outputs stay in the first cache while many rows pass by. These are loaded with the hint that keeps
  * them out of it (1.25 times as fast), and long rows are summed in parts, so that a part's weights fit (1.2 times). */
 
-#define PART 576 /* inputs: with 32 outputs 36 of the first cache's 48 KiB */
+#define PART 576    /* inputs: with 32 outputs 36 of the first cache's 48 KiB */
 #define PASSING 512 /* rows that pass by at a time: sums of 64 KiB are kept from part to part */
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -158,8 +158,8 @@ static void add_part(const Some *s, int64_t first, int64_t end, Sums *sums) {
 static void pass_rows(const uint16_t *w, const char *x, uint16_t *y, int64_t stride, int64_t rows, int64_t outputs,
                       int64_t inputs) {
   Sums sums[PASSING / SIDE / 2];
-  const int64_t parts = rows > 2 * SIDE ? (inputs + PART - 1) / PART : 1;
-  const int64_t part = kv_padded((inputs + parts - 1) / parts, STEP);
+  const int64_t parts = rows > 2 * SIDE ? kv_blocks(inputs, PART) : 1;
+  const int64_t part = kv_padded(kv_blocks(inputs, parts), STEP);
   for (int64_t k = 0; k < inputs; k += part)
     for (int64_t r = 0; r < rows; r += 2 * SIDE)
       add_part(&(Some){w, x + r / SIDE * group_bytes(inputs), y + r * stride, stride, rows - r, outputs, inputs}, k,

@@ -9,13 +9,15 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "level.h"
+
 /* Looks for others while awake, some 20 us. Who waits longer has likely lost a core to another process and sleeps, so
  * that it costs that process no more than this. */
 #define KV_LOOKS 600
 
 /* What has been taken of a thread's share of a phase, in a line of the cache for itself. */
 typedef struct {
-  _Alignas(64) _Atomic int64_t taken;
+  _Alignas(KV_LINE) _Atomic int64_t taken;
 } KvShare;
 
 typedef struct {

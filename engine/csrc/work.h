@@ -16,18 +16,18 @@ typedef struct {
   const KvStep *step;
   const KvDense *layer;
   KvLayer pages;
-  void *arranged;  /* inputs of a product, arranged; its own where rows are few */
-  uint16_t *inner; /* what attention gives, and what is between the halves of the MLP: arranged where rows are many */
-  uint16_t *q;     /* after turning */
+  void *arranged;     /* inputs of a product, arranged; its own where rows are few */
+  uint16_t *q;        /* after turning */
+  uint16_t *attended; /* what attention gives, [rows][heads][head_dim] */
+  uint16_t *inner;    /* between the halves of the MLP: arranged where rows are many, else where `attended` is */
   /* Of few rows. */
   uint16_t *normal; /* the norm of the residual stream, its own */
   uint16_t *heads;  /* before turning */
   uint16_t *out;    /* of a product, [rows][outputs] */
   /* Of many rows. */
-  int thread;         /* its number */
-  uint16_t *block;    /* of a product's outputs, or rows of a norm; its own */
-  uint16_t *attended; /* what attention gives, [rows][heads][head_dim] */
-  uint8_t *packed;    /* keys and values of all chunks, one chunk behind the other */
+  int thread;      /* its number */
+  uint16_t *block; /* of a product's outputs, or rows of a norm; its own */
+  uint8_t *packed; /* keys and values of all chunks, one chunk behind the other */
 } Work;
 
 static inline int64_t largest(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -53,6 +53,14 @@ static inline void place_head(const Work *w, int64_t r, int64_t h, uint16_t *hea
   if (weights) w->level->rms_norm(head, h < s->heads ? weights : weights + dim, head, dim, s->eps);
   const int64_t at = step->positions[r] * dim;
   w->level->rotate(head, s->cos + at, s->sin + at, to, dim);
+}
+
+/* One KV head of the i'th row that attends by itself. */
+static inline void attend_alone(const Work *w, int64_t i, int64_t head) {
+  const KvStep *step = w->step;
+  const int64_t row = step->alone[i], size = w->pages.group * w->stack->head_dim;
+  const int64_t at = (row * w->stack->kv_heads + head) * size;
+  w->level->attend_row(&w->pages, head, w->q + at, w->attended + at, step->tables + i * step->width, step->lens[i]);
 }
 
 /* Lines of the cache for so many bytes from *at on, which moves behind them: no two threads write to one. From 0 on it

@@ -129,7 +129,7 @@ static uint32_t layers(int64_t rows, int64_t len, int64_t size) {
   float *logits = place((size_t)(rows * VOCABULARY) * sizeof *logits);
   const KvStep step = {space(rows * size), rows, filled(rows, VOCABULARY - 1), logits, filled(rows, len - 1),
                        numbers(2 * pages * page), pages * page, PAGE, slots, places(pages, 0), filled(rows, len), width,
-                       places(1, pages - 1), len % PAGE == 1, NULL, 0, NULL, 0};
+                       places(1, pages - 1), len % PAGE == 1, places(rows, 0), rows, NULL, 0};
   CHECK(kv_run_layers(&stack, &step, 0, 4) == 0);
   return sum_of(step.x, rows * size) ^ sum_of(logits, 2 * rows * VOCABULARY);
 }

@@ -1,8 +1,6 @@
 /* Which pages the next write of a transfer carries: neighbours as one piece, scattered ones as pieces of one write. */
 #include "local.h"
 
-#define SPILL 16 /* a segment is exceeded by a little: by less than one in so many of its bytes */
-
 /* Within this host a write is copied in one go: a piece at most, so that the others wait no longer than for that. */
 static uint64_t most_bytes(const kf_engine *engine, const kf_transfer *t) {
   uint64_t most = engine->options.max_write_bytes;
@@ -54,17 +52,12 @@ static void immediate_alone(const kf_transfer *t, const kf_path *path, kf_batch 
   b->run = 1;
 }
 
-/* Whether a piece goes into a write that has others. The last one it can take may fill a segment and spill a little into the
- * next, which costs as much as a full one. Whoever says how many pieces a write has gets them. */
+/* Whether a piece goes into a write that has others. Whoever says how many pieces a write has gets them. */
 static bool shares(const kf_engine *engine, const kf_transfer *t, const kf_path *path, const kf_batch *b, uint64_t bytes) {
-  uint64_t all = b->bytes + bytes;
-  if (all > most_bytes(engine, t)) return false;
+  if (b->bytes + bytes > most_bytes(engine, t)) return false;
   if (!path || engine->options.gather) return true;
-  const kf_provider *provider = path->domain->provider;
-  bool last = b->parts + 1 == most_parts(engine, t);
-  bool spills = provider->segment && all >= provider->segment && all - provider->segment < provider->segment / SPILL;
-  bool small = bytes < provider->least_piece || b->local[0].iov_len < provider->least_piece;
-  return !small && !(last && spills);
+  uint64_t least = path->domain->provider->least_piece;
+  return bytes >= least && b->local[0].iov_len >= least;
 }
 
 /* As many scattered pages as the provider takes in one operation: below some tens of KiB operations are the limit.

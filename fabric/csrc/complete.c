@@ -27,7 +27,7 @@ static void complete(kf_engine *engine, kf_write *write, uint64_t now) {
   if (!write || !write->transfer) return;
   kf_transfer *transfer = write->transfer;
   kf_path_completed(write->path, now);
-  if (!write->path->unpaced) kf_sockets_unpace(write->path, transfer->plan.peer);
+  if (write->path->socket == KF_SOCKET_UNKNOWN) kf_sockets_find(write->path, transfer->plan.peer);
   retire(engine, write, now);
   kf_transfer_settle(engine, transfer);
 }

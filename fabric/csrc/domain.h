@@ -16,7 +16,6 @@ typedef struct {
   uint64_t msg_order;   /* FI_ORDER_WAW: writes to one peer land in the order in which they were posted */
   uint64_t window_bytes; /* outstanding at most: what its speed needs; more would only be a longer queue */
   uint64_t least_piece; /* smaller ones do not share a write */
-  uint64_t segment;     /* that a write of several pieces should not exceed by a little; 0: does not matter */
 } kf_provider;
 
 const kf_provider *kf_provider_find(const char *name);

@@ -43,7 +43,7 @@ static void recover(kf_health *health) {
 }
 
 void kf_path_failed(kf_engine *engine, kf_path *path) {
-  path->unpaced = false; /* the next connection is another */
+  path->socket = KF_SOCKET_UNKNOWN; /* the next connection is another */
   take_out(engine, &path->health);
 }
 

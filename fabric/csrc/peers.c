@@ -60,7 +60,7 @@ static int forget_paths(kf_peer *peer) {
 
 static int add_path(kf_engine *engine, kf_domain *domain, kf_peer *peer, uint32_t remote, kf_error *error) {
   kf_path *path = &peer->paths[peer->path_count];
-  *path = (kf_path){.domain = domain, .remote = remote};
+  *path = (kf_path){.domain = domain, .remote = remote, .socket = KF_SOCKET_UNKNOWN};
   int n = fi_av_insert(domain->av, peer->addresses[remote].bytes, 1, &path->address, 0, NULL);
   if (n != 1)
     return kf_fail(error, n < 0 ? n : -FI_EADDRNOTAVAIL, "provider '%s' refused the peer's address: %s",
@@ -152,7 +152,7 @@ static void mark_broken(kf_peer *peer, const kf_domain *domain, const kf_address
   for (uint32_t i = 0; i < peer->path_count; i++)
     if (peer->paths[i].domain == domain && kf_same_address(&peer->addresses[peer->paths[i].remote], address)) {
       peer->paths[i].breaks++;
-      peer->paths[i].unpaced = false;
+      peer->paths[i].socket = KF_SOCKET_UNKNOWN;
     }
 }
 

@@ -4,6 +4,8 @@
 
 #include "domain.h"
 
+enum { KF_SOCKET_NONE = -1 /* not ours to see */, KF_SOCKET_UNKNOWN = -2 /* not looked for since it was connected */ };
+
 /* The way from one of our domains to one of a peer's. */
 typedef struct {
   kf_domain *domain;
@@ -16,7 +18,7 @@ typedef struct {
   uint64_t progress_ns;      /* last completion, or post into silence */
   const char *cut;           /* why we have cut it under its writes in flight; NULL: we have not */
   uint32_t breaks;           /* grows with the loss of its connection: what was not sealed by then never will be */
-  bool unpaced;              /* kf_sockets_unpace has seen its connection */
+  int socket;                /* of its connection, or one of those below */
   uint64_t refused_ns;       /* when it last took no write; 0: it took the last one */
   uint64_t refused_since_ns; /* the first such time with nothing in flight */
 } kf_path;
@@ -65,7 +67,9 @@ bool kf_path_usable(const kf_path *path);
 int kf_sockets_abort(kf_domain *domain, const kf_address_bytes *peer);
 int kf_sockets_keep_alive(kf_domain *domain, uint64_t silence_ns);
 void kf_sockets_sweep(kf_domain *domain);
-void kf_sockets_unpace(kf_path *path, const kf_peer *peer);
+void kf_sockets_find(kf_path *path, const kf_peer *peer);
+int kf_sockets_cork(const kf_path *path);
+void kf_sockets_uncork(int fd);
 
 /* ---- cuts.c ---- */
 void kf_cuts_add(kf_domain *domain, const kf_address_bytes *peer, int fd);

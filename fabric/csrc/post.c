@@ -145,9 +145,8 @@ static kf_path *path_of(kf_engine *engine, const kf_transfer *t) {
   return t->unsealed ? t->path : kf_paths_choose(engine, t->plan.peer);
 }
 
-/* `hurry`: the last write of the turn is not to wait for its seal, where that can follow it. */
-static bool post_turn(kf_engine *engine, kf_transfer *t, bool hurry) {
-  kf_path *path = path_of(engine, t);
+/* A socket that is corked for more than one write is left in `corked`. */
+static bool post_writes(kf_engine *engine, kf_transfer *t, kf_path *path, bool hurry, int *corked) {
   const kf_domain *domain = path->domain;
   bool seal_later = hurry && kf_flush_may_follow(t, path);
   uint32_t posted = 0;
@@ -156,6 +155,7 @@ static bool post_turn(kf_engine *engine, kf_transfer *t, bool hurry) {
   for (bool more = true; more && window_open(engine, t, domain, 0, 0) && !kf_post_held_back(engine, t);) {
     kf_batch_fill(engine, t, path, &b);
     more = turn_goes_on(engine, t, domain, &b, posted, bytes);
+    if (more && !posted) *corked = kf_sockets_cork(path);
     bool seal = (!more && !seal_later) || !domain->ordered;
     kf_write *write = engine->free_writes;
     uint64_t now = posted ? 0 : kf_now(); /* before: over sockets the call itself sends */
@@ -180,6 +180,14 @@ static bool post_turn(kf_engine *engine, kf_transfer *t, bool hurry) {
     kf_post_advance(engine, t, &b);
   }
   return posted > 0;
+}
+
+/* `hurry`: the last write of the turn is not to wait for its seal, where that can follow it. */
+static bool post_turn(kf_engine *engine, kf_transfer *t, bool hurry) {
+  int corked = KF_SOCKET_NONE;
+  bool progress = post_writes(engine, t, path_of(engine, t), hurry, &corked);
+  kf_sockets_uncork(corked);
+  return progress;
 }
 
 bool kf_post_turn(kf_engine *engine, kf_transfer *t) {

@@ -25,16 +25,14 @@
  * in three of four connections. Why was not shown.
  *
  * Scattered pages that share a write, against pages one by one through plain libfabric: over shm four of 4, 16, 64 KiB went at
- * 0.75, 1.52, 1.25 (one by one 0.93, 1.11, 1.14), since it copies up to 4 KiB by itself and asks the kernel for more. Over
- * sockets four of 16 KiB, with their header, are a segment of 64 KiB and a very small one: 1.0 over tcp and 1.1 over net, where
- * three went at 1.5 and 1.7. */
+ * 0.75, 1.52, 1.25 (one by one 0.93, 1.11, 1.14), since it copies up to 4 KiB by itself and asks the kernel for more. */
 static const kf_provider table[] = {
-    {"efa", "efa", MODES_NIC, false, false, true, true, 0, 8 * MIB, 0, 0},
-    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, true, 0, 8 * MIB, 0, 0},
-    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, false, FI_ORDER_WAW, 3 * MIB, 0, 64 * KIB},
+    {"efa", "efa", MODES_NIC, false, false, true, true, 0, 8 * MIB, 0},
+    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, true, 0, 8 * MIB, 0},
+    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, false, FI_ORDER_WAW, 3 * MIB, 0},
     /* net has an fd, but in 1.17 it stays readable once a connection stands: sleeping on it would never sleep */
-    {"net", "net", MODES_NIC, true, true, false, false, FI_ORDER_WAW, 3 * MIB, 0, 64 * KIB},
-    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, false, FI_ORDER_WAW, 2 * MIB, 4 * KIB + 1, 0},
+    {"net", "net", MODES_NIC, true, true, false, false, FI_ORDER_WAW, 3 * MIB, 0},
+    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, false, FI_ORDER_WAW, 2 * MIB, 4 * KIB + 1},
 };
 
 const kf_provider *kf_provider_find(const char *name) {

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from fabric_rig import schedule
 from kvferry_fabric import EventKind, TransferEngine
 
 SIZE = 1 << 20
+DATA_SEGMENTS_OUT = 156
+"""Where struct tcp_info (linux/tcp.h) has the number of segments with data that were sent, 4 bytes."""
 
 
 def connections(port: int) -> Iterator[socket.socket]:
@@ -47,3 +50,29 @@ def test_what_stays_on_the_host_is_not_paced(provider) -> None:
             ]
             assert [name.strip(b"\0") for name in ways] == [b"reno"], default
             engine.forget(remote.addresses, remote.seat)
+
+
+def segments_sent(remote) -> int:
+    """With data, over this process's connection to an engine."""
+    (info,) = [
+        one.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, DATA_SEGMENTS_OUT + 4)
+        for one in connections(port_of(remote.addresses[0]))
+    ]
+    return int.from_bytes(info[DATA_SEGMENTS_OUT:], sys.byteorder)
+
+
+@pytest.mark.skipif(not rig.BIND.startswith("127."), reason="loopback has segments of 64 KiB")
+@pytest.mark.parametrize("provider", ["tcp", "net"])
+def test_writes_of_a_turn_leave_in_full_segments_and_nothing_is_kept_behind(provider) -> None:
+    options = {"incarnation": 1, "bind": rig.BIND, "gather": 1}
+    with rig.receiver(provider, SIZE) as other, TransferEngine(provider, **options) as engine:
+        region, remote = engine.register(memoryview(bytearray(SIZE))), other.descriptor
+        schedule(engine, region, remote, np.arange(1))
+        assert rig.end_of(engine).kind is EventKind.DONE
+        before = segments_sent(remote)
+        schedule(engine, region, remote, np.arange(0, 256, 2))
+        done = rig.end_of(engine)
+        assert (done.kind, done.writes) == (EventKind.DONE, 128)
+        assert segments_sent(remote) - before <= done.writes / 8
+        held = connections(port_of(remote.addresses[0]))
+        assert [one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CORK) for one in held] == [0]

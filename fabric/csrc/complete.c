@@ -32,9 +32,9 @@ static void complete(kf_engine *engine, kf_write *write, uint64_t now) {
   kf_transfer_settle(engine, transfer);
 }
 
-static void complete_all(kf_engine *engine, const struct fi_cq_data_entry *entries, ssize_t count) {
+static void complete_all(kf_engine *engine, kf_domain *domain, const struct fi_cq_data_entry *entries, ssize_t count) {
   uint32_t immediates[BATCH], arrived = 0;
-  uint64_t now = kf_now();
+  uint64_t now = domain->found_ns = kf_now();
   for (ssize_t i = 0; i < count; i++)
     if (entries[i].flags & FI_REMOTE_CQ_DATA)
       immediates[arrived++] = (uint32_t)entries[i].data;
@@ -106,15 +106,21 @@ static bool read_queue(kf_engine *engine, kf_domain *domain) {
       kf_add(&engine->errors, 1);
       break;
     }
-    complete_all(engine, entries, n);
+    complete_all(engine, domain, entries, n);
     progress = true;
     if (n < BATCH) break;
   }
   return progress;
 }
 
+static bool rests(const kf_domain *domain) {
+  uint64_t rest = domain->provider->rest_ns;
+  return rest && kf_now() - domain->found_ns < rest;
+}
+
 bool kf_complete_round(kf_engine *engine) {
   bool progress = false;
-  for (uint32_t i = 0; i < engine->domain_count; i++) progress |= read_queue(engine, &engine->domains[i]);
+  for (uint32_t i = 0; i < engine->domain_count; i++)
+    if (!rests(&engine->domains[i])) progress |= read_queue(engine, &engine->domains[i]);
   return progress;
 }

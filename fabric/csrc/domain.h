@@ -16,6 +16,7 @@ typedef struct {
   uint64_t msg_order;   /* FI_ORDER_WAW: writes to one peer land in the order in which they were posted */
   uint64_t window_bytes; /* outstanding at most: what its speed needs; more would only be a longer queue */
   uint64_t least_piece; /* smaller ones do not share a write */
+  uint64_t rest_ns;     /* from a look into the queue that found something to the next */
 } kf_provider;
 
 const kf_provider *kf_provider_find(const char *name);
@@ -48,6 +49,7 @@ typedef struct {
   struct fid_av *av;
   struct fid_ep *ep;
   int wait_fd;  /* -1: none */
+  uint64_t found_ns; /* when its queue last had something */
   char interface[IF_NAMESIZE]; /* that has its address; "": not known */
   bool link_down;
   kf_health health;

@@ -25,14 +25,18 @@
  * in three of four connections. Why was not shown.
  *
  * Scattered pages that share a write, against pages one by one through plain libfabric: over shm four of 4, 16, 64 KiB went at
- * 0.75, 1.52, 1.25 (one by one 0.93, 1.11, 1.14), since it copies up to 4 KiB by itself and asks the kernel for more. */
+ * 0.75, 1.52, 1.25 (one by one 0.93, 1.11, 1.14), since it copies up to 4 KiB by itself and asks the kernel for more.
+ *
+ * Over shm whoever reads the queue holds the lock that its senders want, to copy what they wrote. A receiver that leaves it
+ * alone for 3 us after each look that found something finds more at once: pages of 4, 16, 64, 256 KiB, one a write, go at
+ * 1.22, 1.11, 1.07, 1.04 times their speed so; with 10 us at 1.46, 0.91, 0.83. */
 static const kf_provider table[] = {
-    {"efa", "efa", MODES_NIC, false, false, true, true, 0, 8 * MIB, 0},
-    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, true, 0, 8 * MIB, 0},
-    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, false, FI_ORDER_WAW, 3 * MIB, 0},
+    {"efa", "efa", MODES_NIC, false, false, true, true, 0, 8 * MIB, 0, 0},
+    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, true, 0, 8 * MIB, 0, 0},
+    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, false, FI_ORDER_WAW, 3 * MIB, 0, 0},
     /* net has an fd, but in 1.17 it stays readable once a connection stands: sleeping on it would never sleep */
-    {"net", "net", MODES_NIC, true, true, false, false, FI_ORDER_WAW, 3 * MIB, 0},
-    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, false, FI_ORDER_WAW, 2 * MIB, 4 * KIB + 1},
+    {"net", "net", MODES_NIC, true, true, false, false, FI_ORDER_WAW, 3 * MIB, 0, 0},
+    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, false, FI_ORDER_WAW, 2 * MIB, 4 * KIB + 1, 3000},
 };
 
 const kf_provider *kf_provider_find(const char *name) {

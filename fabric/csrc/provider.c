@@ -31,12 +31,16 @@
  * alone for 3 us after each look that found something finds more at once: pages of 4, 16, 64, 256 KiB, one a write, go at
  * 1.22, 1.11, 1.07, 1.04 times their speed so; with 10 us at 1.46, 0.91, 0.83. */
 static const kf_provider table[] = {
-    {"efa", "efa", MODES_NIC, false, false, true, true, 0, 8 * MIB, 0, 0},
-    {"verbs", "verbs;ofi_rxm", MODES_NIC, true, false, true, true, 0, 8 * MIB, 0, 0},
-    {"tcp", "tcp;ofi_rxm", MODES_NIC, true, true, true, false, FI_ORDER_WAW, 3 * MIB, 0, 0},
+    {.name = "efa", .prov = "efa", .mr_mode = MODES_NIC, .has_wait_fd = true, .takes_hmem = true, .window_bytes = 8 * MIB},
+    {.name = "verbs", .prov = "verbs;ofi_rxm", .mr_mode = MODES_NIC, .over_ip = true, .has_wait_fd = true, .takes_hmem = true,
+     .window_bytes = 8 * MIB},
+    {.name = "tcp", .prov = "tcp;ofi_rxm", .mr_mode = MODES_NIC, .over_ip = true, .over_sockets = true, .has_wait_fd = true,
+     .msg_order = FI_ORDER_WAW, .window_bytes = 3 * MIB},
     /* net has an fd, but in 1.17 it stays readable once a connection stands: sleeping on it would never sleep */
-    {"net", "net", MODES_NIC, true, true, false, false, FI_ORDER_WAW, 3 * MIB, 0, 0},
-    {"shm", "shm", FI_MR_VIRT_ADDR, false, false, false, false, FI_ORDER_WAW, 2 * MIB, 4 * KIB + 1, 3000},
+    {.name = "net", .prov = "net", .mr_mode = MODES_NIC, .over_ip = true, .over_sockets = true, .msg_order = FI_ORDER_WAW,
+     .window_bytes = 3 * MIB},
+    {.name = "shm", .prov = "shm", .mr_mode = FI_MR_VIRT_ADDR, .msg_order = FI_ORDER_WAW, .window_bytes = 2 * MIB,
+     .least_piece = 4 * KIB + 1, .rest_ns = 3000},
 };
 
 const kf_provider *kf_provider_find(const char *name) {

@@ -158,10 +158,22 @@ class FakeEntry:
 def test_installed_packages_offer_checks_of_their_own(monkeypatch):
     monkeypatch.setattr(fabric, "entry_points", lambda group: [FakeEntry([{"name": "x", "level": "ok", "text": "y"}])])
     assert list(fabric.offered()) == [Finding(name="x", level=Level.OK, text="y")]
-    monkeypatch.setattr(fabric, "entry_points", lambda group: [FakeEntry(ImportError("no _fabric"))])
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (ImportError("no _fabric"), "make setup"),
+        (ModuleNotFoundError("no _fabric", name="kvferry_fabric._fabric"), "make setup"),
+        (ModuleNotFoundError("no numpy", name="numpy"), "kvferry[worker]"),
+    ],
+)
+def test_a_check_that_cannot_be_loaded_is_a_finding_that_says_what_is_missing(monkeypatch, error, advice):
+    monkeypatch.setattr(fabric, "entry_points", lambda group: [FakeEntry(error)])
     (finding,) = fabric.offered()
     assert finding.level is Level.FAIL
-    assert "no _fabric" in finding.text
+    assert str(error) in finding.text
+    assert advice in finding.advice
 
 
 def router_at(monkeypatch, state):

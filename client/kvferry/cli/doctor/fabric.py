@@ -48,13 +48,17 @@ def providers() -> Finding:
     return ok("providers", ", ".join(usable) + ("" if nics else " (no RDMA NIC: tcp or shm will carry)"))
 
 
+def _remedy(error: ImportError | OSError) -> str:
+    others = isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("kvferry")
+    return "pip install 'kvferry[worker]'" if others else "build the C extension: make setup"
+
+
 def offered() -> Iterable[Finding]:
     """Findings of installed packages' own checks; a check that can't be loaded is a finding too."""
     for entry in entry_points(group=GROUP):
         try:
             found = entry.load()()
         except (ImportError, OSError) as error:
-            advice = "build the C extension: make setup"
-            yield fail(entry.name, f"can't be loaded: {error}", advice)
+            yield fail(entry.name, f"can't be loaded: {error}", _remedy(error))
             continue
         yield from msgspec.convert(found, list[Finding], from_attributes=True)

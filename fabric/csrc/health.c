@@ -58,6 +58,7 @@ void kf_path_refused(kf_engine *engine, kf_path *path) {
   uint64_t now = kf_now();
   if (path->refused_since_ns == 0 || path->in_flight) path->refused_since_ns = now;
   path->refused_ns = now;
+  if (kf_path_unconnected(path)) path->socket = KF_SOCKET_UNKNOWN; /* lost with nothing in flight, no error tells of it */
   if (now - path->refused_since_ns > engine->options.stall_ns) kf_path_failed(engine, path);
 }
 

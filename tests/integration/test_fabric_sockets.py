@@ -52,6 +52,26 @@ def test_what_stays_on_the_host_is_not_paced(provider) -> None:
             engine.forget(remote.addresses, remote.seat)
 
 
+@pytest.mark.skipif(not rig.BIND.startswith("127."), reason="all is on this host, over loopback")
+@pytest.mark.parametrize("provider", ["tcp", "net"])
+def test_a_connection_after_one_that_was_lost_idle_is_not_paced_either(provider) -> None:
+    """Nothing was in flight, so that no write's error tells of the loss."""
+    options = {"incarnation": 1, "bind": rig.BIND}
+    with rig.receiver(provider, SIZE) as other, TransferEngine(provider, **options) as engine:
+        region, remote = engine.register(memoryview(bytearray(SIZE))), other.descriptor
+        port = port_of(remote.addresses[0])
+        ways = []
+        for _ in range(2):
+            schedule(engine, region, remote, np.arange(3))
+            assert rig.end_of(engine).kind is EventKind.DONE
+            for one in connections(port):
+                ways.append(one.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).strip(b"\0"))
+                one.shutdown(socket.SHUT_RDWR)
+                one.close()
+            rig.until(lambda: not list(connections(port)), "the connection to be closed")
+        assert ways == [b"reno"] * 2
+
+
 def segments_sent(remote) -> int:
     """With data, over this process's connection to an engine."""
     (info,) = [

@@ -78,20 +78,6 @@ static bool complete_error(kf_engine *engine, kf_domain *domain) {
   return true;
 }
 
-/* For providers that do not notice a process's end: its writes cannot land any more, nor will they complete. */
-bool kf_complete_dead_peers(kf_engine *engine) {
-  bool any = false;
-  for (uint32_t i = 0; i < engine->write_count; i++) {
-    kf_write *write = &engine->writes[i];
-    if (!write->transfer) continue;
-    const kf_address_bytes *address = &write->transfer->plan.peer->addresses[write->path->remote];
-    if (!kf_provider_peer_dead(write->path->domain->provider, address->bytes)) continue;
-    complete_failed(engine, write, FI_ECANCELED, ESRCH);
-    any = true;
-  }
-  return any;
-}
-
 static bool read_queue(kf_engine *engine, kf_domain *domain) {
   struct fi_cq_data_entry entries[BATCH];
   bool progress = false;
@@ -111,6 +97,37 @@ static bool read_queue(kf_engine *engine, kf_domain *domain) {
     if (n < BATCH) break;
   }
   return progress;
+}
+
+/* All that was there by now: older entries come first. */
+static void read_through(kf_engine *engine, kf_domain *domain) {
+  for (int i = 0; i < KF_CQ_ENTRIES / BATCH / BATCHES && read_queue(engine, domain); i++) continue;
+}
+
+static bool find_orphans(kf_engine *engine) {
+  bool any = false;
+  for (uint32_t i = 0; i < engine->write_count; i++) {
+    kf_write *write = &engine->writes[i];
+    write->orphan = false;
+    if (!write->transfer) continue;
+    const kf_address_bytes *address = &write->transfer->plan.peer->addresses[write->path->remote];
+    write->orphan = kf_provider_peer_dead(write->path->domain->provider, address->bytes);
+    any |= write->orphan;
+  }
+  return any;
+}
+
+/* For providers that do not notice a process's end: its writes cannot land any more, nor will they complete. What it
+ * confirmed before is read first, though the queue may rest: a completion that came after its write was given up would
+ * complete whatever has taken that one's place. */
+bool kf_complete_dead_peers(kf_engine *engine) {
+  if (!find_orphans(engine)) return false;
+  for (uint32_t i = 0; i < engine->domain_count; i++) read_through(engine, &engine->domains[i]);
+  for (uint32_t i = 0; i < engine->write_count; i++) {
+    kf_write *write = &engine->writes[i];
+    if (write->transfer && write->orphan) complete_failed(engine, write, FI_ECANCELED, ESRCH);
+  }
+  return true;
 }
 
 static bool rests(const kf_domain *domain) {

@@ -5,15 +5,13 @@
 #include <stdio.h>
 #include <string.h>
 
-#define CQ_ENTRIES 8192
-
 static int open_domain(kf_domain *d) {
   int rc = fi_fabric(d->info->fabric_attr, &d->fabric, NULL);
   return rc ? rc : fi_domain(d->fabric, d->info, &d->domain, NULL);
 }
 
 static int open_queue(kf_domain *d) {
-  struct fi_cq_attr attr = {.size = CQ_ENTRIES, .format = FI_CQ_FORMAT_DATA};
+  struct fi_cq_attr attr = {.size = KF_CQ_ENTRIES, .format = FI_CQ_FORMAT_DATA};
   attr.wait_obj = d->provider->has_wait_fd ? FI_WAIT_FD : FI_WAIT_NONE;
   int rc = fi_cq_open(d->domain, &attr, &d->cq, NULL);
   if (rc || !d->provider->has_wait_fd) return rc;

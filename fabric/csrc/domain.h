@@ -4,6 +4,8 @@
 
 #include "base.h"
 
+#define KF_CQ_ENTRIES 8192
+
 /* ---- provider.c: what differs between providers ---- */
 typedef struct {
   const char *name;     /* what users say */

@@ -17,6 +17,7 @@ typedef struct kf_write {
   kf_path *path;
   uint64_t bytes;         /* that have landed once this is complete: of this write and of unsealed ones before it */
   unsigned char *flipped; /* byte that the CORRUPT fault turned, to be turned back */
+  bool orphan;            /* its receiver is dead: kf_complete_dead_peers */
   struct kf_write *next;
 } kf_write;
 

@@ -6,8 +6,10 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/mman.h>
@@ -235,6 +237,31 @@ static void immediates_alone(side *from, side *to, kf_peer *peer) {
   for (int i = 0; i < SIZE; i++) CHECK(to->memory[i] == 0x5A);
 }
 
+/* A receiver is found dead while what it confirmed is still in the queue: none of that is lost, nor left to be taken for the
+ * end of what is written next. The helm is held throughout, as by a thread that stands still, so that nobody reads it. */
+static void dead_after_it_confirmed(side *from, side *to, kf_peer *peer) {
+  kf_run runs[] = {{0, 8, 1}, {2, 4, 1}, {4, 0, 1}};
+  kf_event event;
+  kf_error error;
+  kf_schedule plan = plan_of(from, to, peer, runs, 3);
+  plan.counter = NULL;
+  plan.slot = 4;
+  plan.layers = 1;
+  const kf_address_bytes there = peer->addresses[0];
+  CHECK(kf_expect(to->engine, 4, 1, 3) == 0);
+  pthread_mutex_lock(&from->engine->helm);
+  CHECK(kf_start(from->engine, &plan, &error) && kf_command_round(from->engine) && kf_schedule_watch(from->engine));
+  CHECK(kf_post_round(from->engine) && atomic_load(&from->engine->in_flight) == 3);
+  take(to->engine, &event);
+  CHECK(event.kind == KF_ARRIVED && kf_disarm(to->engine, 4, 1) == 1);
+  snprintf((char *)peer->addresses[0].bytes, sizeof there.bytes, "fi_shm://%d:0:0", INT_MAX); /* no process has that pid */
+  CHECK(kf_complete_dead_peers(from->engine) && atomic_load(&from->engine->in_flight) == 0);
+  peer->addresses[0] = there;
+  pthread_mutex_unlock(&from->engine->helm);
+  take(from->engine, &event);
+  CHECK(event.kind == KF_DONE && event.pages == 3 && kf_release(from->engine, event.transfer) == 0);
+}
+
 /* One side goes away while the other is writing to it, and then the writer in the middle of its failed transfers. */
 static void closing_in_the_middle(void) {
   kf_run runs[PAGES];
@@ -270,6 +297,7 @@ int main(int argc, char **argv) {
   small_writes_of_two_threads(&from, &to, peer);
   looked_at_until_its_deadline(&from, &to, peer);
   if (strcmp(provider, "shm") != 0) immediates_alone(&from, &to, peer); /* it never completes a write of nothing */
+  if (strcmp(provider, "shm") == 0) dead_after_it_confirmed(&from, &to, peer); /* the others tell of it by themselves */
   CHECK(kf_disconnect(from.engine, peer, &error) == 0 && kf_counter_free(counter, &error) == 0);
   counter = NULL;
   kf_stats(from.engine, &stats);

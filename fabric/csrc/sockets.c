@@ -72,7 +72,8 @@ bool kf_link_is_up(const char *interface) {
   return (request.ifr_flags & IFF_UP) && (request.ifr_flags & IFF_RUNNING);
 }
 
-/* We connect to the address that the peer listens on, so that the far end of a connection tells whose it is. */
+/* We connect to the address that the peer listens on, so that the far end of a connection tells whose it is. Not if the peer
+ * wrote to us first: libfabric then writes over the connection that it accepted, which is neither found here, nor cut. */
 static bool is_to(int fd, const kf_domain *domain, const kf_address_bytes *address) {
   struct sockaddr_storage near, far, to = {0};
   socklen_t near_length = sizeof near, far_length = sizeof far;

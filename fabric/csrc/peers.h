@@ -18,7 +18,7 @@ typedef struct {
   uint64_t progress_ns;      /* last completion, or post into silence */
   const char *cut;           /* why we have cut it under its writes in flight; NULL: we have not */
   uint32_t breaks;           /* grows with the loss of its connection: what was not sealed by then never will be */
-  int socket;                /* of its connection, or one of those below */
+  int socket;                /* the fd of its connection, or KF_SOCKET_NONE or _UNKNOWN */
   uint64_t refused_ns;       /* when it last took no write; 0: it took the last one */
   uint64_t refused_since_ns; /* the first such time with nothing in flight */
 } kf_path;

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from kvferry_fabric.native import _SETTINGS as LIBFABRIC_SETTINGS
+from kvferry_fabric.native import LIBFABRIC_SETTINGS
 
 SOURCES = {"fabric_limit": ("-lfabric",), "memcpy_limit": ()}
 LIBFABRIC_NAMES = {"tcp": "tcp;ofi_rxm", "verbs": "verbs;ofi_rxm"}

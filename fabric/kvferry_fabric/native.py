@@ -18,20 +18,20 @@ _MISSING = (
 
 # Read by libfabric at its first call. A connection over rxm allocates message buffers, which we never use (20 ms of
 # page faults at the default size), and takes several looks at connection events (10 ms apart by default).
-_SETTINGS = {"FI_OFI_RXM_BUFFER_SIZE": "512", "FI_OFI_RXM_CM_PROGRESS_INTERVAL": "200"}
+LIBFABRIC_SETTINGS = {"FI_OFI_RXM_BUFFER_SIZE": "512", "FI_OFI_RXM_CM_PROGRESS_INTERVAL": "200"}
 
 # Over sockets a receiver reads that much ahead (9000 bytes by default), and copies it to where it belongs: the header
 # of a write of one piece, so that what follows goes straight to its place. Scattered pages of 4, 8, 16 KiB, four a
 # write, go at 1.3, 1.2, 1.2 times their speed so over tcp and net, of 2 and 1 KiB at 0.9 and 0.6.
-_SETTINGS |= {"FI_TCP_PREFETCH_RBUF_SIZE": "48", "FI_NET_PREFETCH_RBUF_SIZE": "48"}
+LIBFABRIC_SETTINGS |= {"FI_TCP_PREFETCH_RBUF_SIZE": "48", "FI_NET_PREFETCH_RBUF_SIZE": "48"}
 
 # Libraries that libfabric links (PSM and PSM2) take SIGTERM, SIGINT and others for themselves when they are loaded.
-_SETTINGS |= {"HFI_NO_BACKTRACE": "1", "IPATH_NO_BACKTRACE": "1"}
+LIBFABRIC_SETTINGS |= {"HFI_NO_BACKTRACE": "1", "IPATH_NO_BACKTRACE": "1"}
 
 
 def load() -> tuple[Any, Any]:
     """Return cffi's (ffi, lib). Raises FabricUnavailableError naming what is missing."""
-    for name, value in _SETTINGS.items():
+    for name, value in LIBFABRIC_SETTINGS.items():
         os.environ.setdefault(name, value)
     try:
         fabric = importlib.import_module("kvferry_fabric._fabric")  # optional at build time

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from c_programs import compiler
+from kvferry_fabric.native import LIBFABRIC_SETTINGS
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "fabric" / "csrc"
@@ -57,13 +58,10 @@ def test_c_program_is_clean(programs: tuple[str, Path], name: str, arguments: tu
     _, folder = programs
     environment = {
         **os.environ,
+        **LIBFABRIC_SETTINGS,
         "ASAN_OPTIONS": "detect_leaks=1:abort_on_error=0",
         "LSAN_OPTIONS": f"suppressions={TESTS / 'lsan.supp'}:print_suppressions=0",
         "TSAN_OPTIONS": f"suppressions={TESTS / 'tsan.supp'}:halt_on_error=1:ignore_noninstrumented_modules=1",
-        "HFI_NO_BACKTRACE": "1",
-        "IPATH_NO_BACKTRACE": "1",
-        "FI_OFI_RXM_BUFFER_SIZE": "512",
-        "FI_OFI_RXM_CM_PROGRESS_INTERVAL": "200",
     }
     done = subprocess.run(
         [str(folder / name), *arguments],

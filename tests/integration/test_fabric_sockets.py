@@ -52,7 +52,7 @@ def test_what_stays_on_the_host_is_not_paced(provider) -> None:
             engine.forget(remote.addresses, remote.seat)
 
 
-@pytest.mark.skipif(not rig.BIND.startswith("127."), reason="all is on this host, over loopback")
+@pytest.mark.skipif(not rig.BIND.startswith("127."), reason="needs a connection that stays on this host")
 @pytest.mark.parametrize("provider", ["tcp", "net"])
 def test_a_connection_after_one_that_was_lost_idle_is_not_paced_either(provider) -> None:
     """Nothing was in flight, so that no write's error tells of the loss."""
@@ -81,7 +81,7 @@ def segments_sent(remote) -> int:
     return int.from_bytes(info[DATA_SEGMENTS_OUT:], sys.byteorder)
 
 
-@pytest.mark.skipif(not rig.BIND.startswith("127."), reason="loopback has segments of 64 KiB")
+@pytest.mark.skipif(not rig.BIND.startswith("127."), reason="needs loopback's segments of 64 KiB")
 @pytest.mark.parametrize("provider", ["tcp", "net"])
 def test_writes_of_a_turn_leave_in_full_segments_and_nothing_is_kept_behind(provider) -> None:
     options = {"incarnation": 1, "bind": rig.BIND, "gather": 1}
